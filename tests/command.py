@@ -1,4 +1,4 @@
-"""`diloco` as a process of its own, with the package of this checkout."""
+"""Runs `diloco` in a new process, with the package of this checkout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WITHIN_S = 300.0
 
 
 def start(folder: Path, *words: object, **env: str) -> subprocess.Popen[str]:
-    """Start `diloco WORDS` in a folder; what it prints and its errors are one stream."""
+    """Start `diloco WORDS` in a folder; its output and its errors share one stream."""
     return subprocess.Popen(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **_called(folder, words, env))
 
 
@@ -23,7 +23,7 @@ def run(folder: Path, *words: object, **env: str) -> subprocess.CompletedProcess
 
 
 def succeed(folder: Path, *words: object, **env: str) -> str:
-    """Likewise, to a good end; returns what it printed."""
+    """Run `diloco WORDS`; it must succeed. Return its output."""
     ended = run(folder, *words, **env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

@@ -1,4 +1,4 @@
-"""What all tests need: no network, few threads, equal random numbers, no run of the person who starts them."""
+"""Settings of all tests: no network, few threads, equal random numbers, and no run from the user's environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if not Path("/dev/nvidiactl").exists():  # asked without torch, whose import tak
 for name in [name for name in os.environ if name.startswith("DILOCO_")]:
     del os.environ[name]
 
-# Equal examples on every machine, no limit that a busy one would break, no folder of examples.
+# Equal examples on every machine, no time limits, and no example database.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
 
@@ -34,16 +34,16 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, and need not be looked through for garbage again and again."""
+    """Exempt objects that are imported by now from garbage collection, because they stay anyway."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Each test starts from the same random state; what is not loaded is not loaded for that (torch: 2 s).
+    """Start each test from the same random state, without importing libraries for it (torch takes 2 s).
 
-    For devices that are not in use, torch would note the seed and the stack, which takes milliseconds.
+    For unused devices, torch would record the seed and the stack, which takes milliseconds.
     """
     random.seed(0)
     if torch := sys.modules.get("torch"):
@@ -54,8 +54,8 @@ def _seeded() -> None:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    """A syncer and learners as processes, none of which outlives the test."""
-    from tests.e2e.conftest import Processes  # the wire and its libraries, needed only here
+    """A syncer and learners as processes; none of them outlives the test."""
+    from tests.e2e.conftest import Processes  # transport libraries, needed only here
 
     made = Processes(tmp_path)
     yield made

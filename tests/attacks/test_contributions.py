@@ -68,7 +68,9 @@ def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
         pytest.param("many_steps", marks=pytest.mark.slow),
     ],
 )
-def test_contributions_that_are_too_long_are_refused_with_a_reason_and_lead_to_quarantine(fleet: Fleet, attack: str) -> None:
+def test_contributions_that_are_too_long_are_refused_with_a_reason_and_lead_to_quarantine(
+    fleet: Fleet, attack: str
+) -> None:
     ATTACKS[attack](mad(fleet))
 
     assert told(fleet) == ["refused", "refused", "quarantine"]

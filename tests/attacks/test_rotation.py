@@ -135,9 +135,7 @@ def test_a_directory_that_was_never_served_has_no_token_to_replace(tmp_path: Pat
         rotate(tmp_path)
 
 
-def test_the_next_syncer_of_a_run_uses_the_new_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_next_syncer_of_a_run_uses_the_new_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_join_file(tmp_path / "join", OLD)
     assert main(["rotate", str(tmp_path)]) == 0
     now = read_join_file(tmp_path / "join")

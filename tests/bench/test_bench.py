@@ -405,7 +405,9 @@ def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("at_the_end", "grew"), [((15, 16), "-"), ((17, 17), "threads")])
-def test_accumulating_threads_are_distinguished_from_one_that_comes_and_goes(at_the_end: tuple[int, int], grew: str) -> None:
+def test_accumulating_threads_are_distinguished_from_one_that_comes_and_goes(
+    at_the_end: tuple[int, int], grew: str
+) -> None:
     before = [(2.0 * k, 1 << 28, 15 + k % 2, 21) for k in range(290)]
     samples = before + [(2.0 * k, 1 << 28, at_the_end[k % 2], 21) for k in range(290, 310)]
     assert soak._row("a run", samples, is_kept=False)["grew"] == grew

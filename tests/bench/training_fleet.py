@@ -210,7 +210,7 @@ class TrainingFleet(Fleet):
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _hears(self, session: str, announced: messages.Announce) -> bool:
-        """Return whether a learner is in the group that opened the round."""
+        """Return whether a learner is in the group that opened the round, which is that of the last intent."""
         opener = self._openers.setdefault(announced.round, self._groups[self._speaker])
         return self._groups[session] == opener
 

@@ -1,7 +1,7 @@
-"""Two minutes of a real run under a seeded schedule of real faults: it ends by itself, exact, and replays.
+"""Two minutes of a real run under a seeded schedule of real faults: the run ends by itself, is exact, and replays.
 
-Nothing here depends on how fast the machine is, but that the first minute of the schedule, which has each kind, is a
-part of the run.
+The test depends on the speed of the machine in one way only: the first minute of the schedule, which has all kinds of
+faults, must be a part of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REDUCED = [
     "--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--data.max_bytes=1000000",
     "--model.config.hidden_size=64", "--model.schedule=constant",
 ]  # fmt: skip
-START_LOSS = 6.93  # ln(vocab_size): of a model that knows nothing
+START_LOSS = 6.93  # ln(vocab_size): loss of an untrained model
 
 
 @pytest.mark.chaos

@@ -1,4 +1,4 @@
-"""Real processes over bad networks: nobody waits for them, nothing is lost, and all end with the same anchors."""
+"""Real processes over bad networks: training does not wait, nothing is lost, and all end with the same anchors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.e2e.learner import TOKENS
 pytestmark = pytest.mark.chaos
 
 NUM_FRAGMENTS = 4
-HOOK_S = 1.0  # what waited for the network would have waited for a deadline, or for the end of the fault
+HOOK_S = 1.0  # a step that waits for the network takes until a deadline, or until the end of the fault
 ROUNDS_DISTURBED = 80  # some seconds, more than a lease
 NUM_RESETS = 20
 RECONNECT_S = 5.0  # TCP, TLS and the first call are three round trips
@@ -40,7 +40,7 @@ def until_merged_again(processes: Processes, name: str, times: int = 2 * NUM_FRA
 
 
 def assert_a_good_end(processes: Processes, *learners: Any) -> None:
-    """All end by themselves and hold what was published; every token of every step is merged, once."""
+    """Check that all processes end by themselves, hold the published anchors, and that each token was merged once."""
     processes.stop_file.touch()
     assert [processes.end(learner) for learner in learners] == [0] * len(learners)
     until((processes.run_dir / "summary.json").exists, "the summary", processes)
@@ -59,7 +59,7 @@ def assert_a_good_end(processes: Processes, *learners: Any) -> None:
     assert summary["tokens_merged"] == summary["tokens_seen"] == sum(x["steps"] for x in held) * TOKENS * NUM_FRAGMENTS
 
 
-def test_a_network_that_is_cut_half_open_or_late_costs_nothing_but_time(
+def test_a_cut_half_open_or_late_network_costs_only_time(
     processes: Processes,
     network: FaultProxy,
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_network_that_is_cut_half_open_or_late_costs_nothing_but_time(
     assert_a_good_end(processes, *learners)
 
 
-def test_a_network_that_is_slow_delayed_and_full_of_resets_costs_nothing_but_time(
+def test_a_slow_and_delayed_network_with_resets_costs_only_time(
     processes: Processes,
     network: FaultProxy,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`diloco chaos`: what is asked for wrongly is said at once; what comes before the user's own overrides."""
+"""`diloco chaos`: problems of the command line, and the overrides that precede the user's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.main import main
 
 
-def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "chaos",
         "tiny/gpt",
@@ -35,12 +35,12 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         assert part in said
 
 
-def test_a_rate_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "tiny/gpt", "--local", "2"]) == 2
     assert "--faults-per-hour F is missing" in capsys.readouterr().err
 
 
-def test_a_kind_that_is_named_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeated_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--kinds", "kill,stop,kill"]) == 2
     assert "--kinds kill,stop,kill: kill is there more than once; allowed: kill, stop" in capsys.readouterr().err
 
@@ -55,7 +55,7 @@ def test_options_are_checked_before_large_libraries_are_imported() -> None:
     assert done.returncode == 2, done.stderr
 
 
-def test_shards_can_be_killed_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_of_shards_need_shards(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9"]
     assert main([*words, "--kinds", "kill,shard"]) == 2
     assert "--kinds shard: the run has one shard" in capsys.readouterr().err
@@ -63,7 +63,9 @@ def test_shards_can_be_killed_only_where_there_are_some(capsys: pytest.CaptureFi
     assert chaos._check(_parsed([*words, "--shards", "3"])).kinds == KINDS
 
 
-def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_need_a_recipe_are_refused_for_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "train.py"
     script.write_text('"""A script."""')
     assert main(["chaos", str(script), "--local", "2", "--faults-per-hour", "9", "--duration", "1m"]) == 2
@@ -71,7 +73,7 @@ def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("name", ["chaos", "syncer", "summary.json"])
-def test_a_folder_with_a_run_is_not_used_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_a_run_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).mkdir()
     words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--run-dir", str(tmp_path)]
     assert main(words) == 2
@@ -92,13 +94,13 @@ def test_failures_are_named_unless_ledger_and_merges_are_exact() -> None:
     assert "only its outer steps" in unmerged
 
 
-def test_options_of_ours_come_first_and_the_rest_is_passed_on() -> None:
+def test_options_of_chaos_come_first_and_the_rest_is_passed_on() -> None:
     words = ["chaos", "tiny/gpt", "--kinds", "kill", "--compare", "--seed=3", "--trainer.max_steps", "9", "--seed", "4"]
     assert chaos.split(words) == (words[:6], words[6:])
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5m", 90.0), ("1.5min", 90.0), ("2h", 7200.0)])
-def test_a_duration_becomes_a_time_of_day(text: str, seconds: float) -> None:
+def test_a_duration_becomes_an_absolute_time(text: str, seconds: float) -> None:
     words = ["chaos", "x", "--local", "1", "--faults-per-hour", "1", "--duration", text]
     asked = chaos._check(_parsed(words))
     clock, until = asked.overrides()

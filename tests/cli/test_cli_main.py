@@ -1,4 +1,4 @@
-"""`diloco` from its command line: what is parsed, what is printed, and the exit codes."""
+"""The command line of `diloco`: parsing, output and exit codes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         ("--help", "--help", ""),
     ],
 )
-def test_a_run_line_is_split_where_our_options_end(line: str, ours: str, passed_on: str) -> None:
+def test_a_command_line_is_split_at_the_end_of_the_options_of_diloco(line: str, ours: str, passed_on: str) -> None:
     assert split(["run", *line.split()]) == (["run", *ours.split()], passed_on.split())
 
 
@@ -167,7 +167,7 @@ def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureF
         ("chaos toy/one --local 2 --fault-per-hour 6", "did you mean --faults-per-hour?"),
     ],
 )
-def test_what_is_misspelt_is_refused_with_the_nearest_name_before_anything_starts(
+def test_a_misspelt_option_is_refused_with_the_nearest_name_before_anything_starts(
     project: Path, plans: list[Plan], capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -217,13 +217,13 @@ def test_sections_of_a_recipe_are_those_of_lightning_cli(project: Path, monkeypa
     assert taken == set(SECTIONS)
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"lightning-diloco {__version__}\n")
 
 
-def test_output_that_nobody_reads_ends_the_command_quietly(project: Path) -> None:
+def test_a_closed_output_pipe_ends_the_command_quietly(project: Path) -> None:
     code = "import sys; from lightning_diloco.cli.main import main; sys.exit(main(['ls']))"
     reading, writing = os.pipe()
     os.close(reading)
@@ -232,13 +232,13 @@ def test_output_that_nobody_reads_ends_the_command_quietly(project: Path) -> Non
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_a_run_directory_that_cannot_be_made_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_that_cannot_be_created_is_an_error(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "file").touch()
     assert main(["run", "toy/one", "--local", "1", "--run-dir", "file/there"]) == 2
     assert "file/there: is a file, or inside one" in capsys.readouterr().err
 
 
-def test_a_missing_recipe_names_what_was_looked_for_and_the_nearest(
+def test_the_error_for_a_missing_recipe_names_the_searched_places_and_the_nearest_name(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "recipes/toy/oen.yaml", "--local", "1"]) == 2
@@ -249,7 +249,7 @@ def test_a_missing_recipe_names_what_was_looked_for_and_the_nearest(
     assert "Traceback" not in said
 
 
-def test_a_file_of_another_kind_is_no_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_another_kind_is_not_a_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "notes.txt").touch()
     assert main(["run", "notes.txt", "--local", "1"]) == 2
     assert "notes.txt: a recipe ends in .yaml, .yml, .py" in capsys.readouterr().err
@@ -316,7 +316,7 @@ def test_a_syncer_that_expects_no_learner_is_refused(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "run").exists()
 
 
-def test_a_module_that_a_recipe_names_goes_with_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_copies_a_module_that_the_recipe_names(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "recipes/toy/net.py").write_text("class Net: ...")
     (project / "recipes/toy/one.yaml").write_text("model: {class_path: net.Net}")
     assert main(["ls"]) == 0
@@ -337,7 +337,7 @@ def test_cp_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]
 
 
 class _Syncer:
-    """Stands in for syncer/process.py."""
+    """Replaces syncer/process.py."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int | Exception = 0) -> None:
         self.options: dict[str, Any] = {}
@@ -354,7 +354,7 @@ class _Syncer:
         return self._answer
 
 
-def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_syncer_passes_on_explicit_options_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = _Syncer(monkeypatch, 7)
     line = (
         f"syncer --run-dir {tmp_path} --expect 2 --data-parts 2 --grace adaptive --outer-lr 0.5 --record contributions"
@@ -383,7 +383,7 @@ def test_syncer_offers_every_run_option(tmp_path: Path, monkeypatch: pytest.Monk
     assert served.options["run_options"] == defaults
 
 
-def test_a_syncer_started_again_listens_where_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_syncer_listens_at_the_same_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = _Syncer(monkeypatch)
     (tmp_path / "join").write_text(JOIN)
     main(["syncer", "--run-dir", str(tmp_path), "--embedded-by", "1"])
@@ -430,7 +430,7 @@ def test_a_run_directory_that_is_a_file_is_refused(project: Path, capsys: pytest
     ("error", "exit_code"),
     [(ConfigError(["one", "two"]), 2), (TransportError("gone"), 2), (StorageError("disk full"), 1)],
 )
-def test_errors_are_one_clean_block(
+def test_errors_are_printed_as_one_block(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

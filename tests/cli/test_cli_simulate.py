@@ -31,7 +31,7 @@ def test_json_has_a_row_for_each_combination_and_the_assumptions(capsys: pytest.
 
 
 @pytest.mark.seconds
-def test_the_same_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SHORT, "--chips", "2.4M", "--jitter", "5%")
     assert told(capsys, *words) == told(capsys, *words)
     assert told(capsys, *words) != told(capsys, *words, "--seed", "2")

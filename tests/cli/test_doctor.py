@@ -1,4 +1,4 @@
-"""`diloco doctor` on a real syncer: what it measures is the link that lies between, and what does not fit fails."""
+"""`diloco doctor` with a real syncer: it measures the link, and checks that do not fit fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def address(fleet: Fleet) -> Iterator[JoinAddress]:
-    """Of the syncer, behind a link of known rate and delay."""
+    """Address of the syncer, behind a link of known rate and delay."""
     with FlightServer(fleet.service, "127.0.0.1:0", token="secret") as server:
         direct = server.join_address(RUN)
         with FaultProxy(f"127.0.0.1:{direct.port}", delay_s=DELAY_S, rate_bps=RATE_BPS) as proxy:
@@ -55,7 +55,7 @@ def doctor(address: JoinAddress, capsys: pytest.CaptureFixture[str], *words: str
 
 
 @pytest.mark.slow
-def test_it_measures_the_link_that_is_there(address: JoinAddress, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_link_is_measured(address: JoinAddress, capsys: pytest.CaptureFixture[str]) -> None:
     code, checks = doctor(address, capsys, "gpt2/124m")
     assert code == 0
     round_trip_ms = float(checks["round trip"]["found"].split()[0])
@@ -68,7 +68,7 @@ def test_it_measures_the_link_that_is_there(address: JoinAddress, capsys: pytest
 
 
 @pytest.mark.seconds
-def test_a_link_that_is_too_slow_for_the_recipe_fails_and_the_way_out_is_named(
+def test_a_link_that_is_too_slow_for_the_recipe_fails_and_a_fix_is_named(
     address: JoinAddress, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, checks = doctor(address, capsys, "mistral/12b-8gpu")
@@ -77,9 +77,7 @@ def test_a_link_that_is_too_slow_for_the_recipe_fails_and_the_way_out_is_named(
     assert "Gbit/s" in checks["what would help"]["found"] or "sync_every" in checks["what would help"]["found"]
 
 
-def test_a_wrong_token_and_a_syncer_that_is_not_there_fail(
-    address: JoinAddress, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_token_and_an_unreachable_syncer_fail(address: JoinAddress, capsys: pytest.CaptureFixture[str]) -> None:
     code, checks = doctor(replace(address, token="wrong"), capsys)
     assert code == 1
     assert "token" in checks["syncer's answer"]["found"]
@@ -108,7 +106,7 @@ def test_another_clock_or_version_fails(
 
 
 @pytest.mark.seconds
-def test_at_the_syncer_it_prints_options_that_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_printed_at_the_syncer_are_accepted_by_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run-dir", str(tmp_path)]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     options = shlex.split(last.partition("plan:")[2])
@@ -130,7 +128,7 @@ def test_bad_input(
 
 
 @pytest.mark.parametrize("num_bytes", [None, -1, True, 1.5, "8", MAX_PROBE_BYTES + 1])
-def test_a_syncer_makes_up_no_other_number_of_bytes(num_bytes: object) -> None:
+def test_a_syncer_refuses_invalid_numbers_of_probe_bytes(num_bytes: object) -> None:
     with pytest.raises(CorruptMessageError, match="num_bytes"):
         made_up({"num_bytes": num_bytes})
     assert made_up({"num_bytes": 3}).payload.nbytes == 3

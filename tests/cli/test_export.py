@@ -1,4 +1,4 @@
-"""`diloco export`: what is on disk of a run becomes files that transformers and Lightning open."""
+"""`diloco export`: the files of a run become files that transformers and Lightning can load."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
         self.write_config(MODEL)
 
     def write_config(self, model: dict[str, Any]) -> Path:
-        """What LightningCLI leaves in a learner's folder."""
+        """Write the config that LightningCLI saves in a learner's folder."""
         path = self.dir / "learners" / "l0" / "lightning_logs" / "version_0" / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         sections = {"model": {"class_path": "lightning_diloco.hf.CausalLM", "init_args": {"config": model}}}
@@ -91,7 +91,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 @pytest.mark.seconds
-def test_the_folder_opens_with_the_anchor_of_snapshot_and_log(run: Run, tmp_path: Path) -> None:
+def test_the_exported_folder_has_the_anchor_of_snapshot_and_log(run: Run, tmp_path: Path) -> None:
     to = tmp_path / "to"
     assert export(run, to) == 0
     model = AutoModelForCausalLM.from_pretrained(to)
@@ -123,7 +123,7 @@ def test_the_checkpoint_loads_into_the_module(run: Run, tmp_path: Path) -> None:
     assert all(same(param, run.anchor[name]) for name, param in module.named_parameters())
 
 
-def test_the_run_can_go_on_after_an_export(run: Run, tmp_path: Path) -> None:
+def test_the_run_can_continue_after_an_export(run: Run, tmp_path: Path) -> None:
     export(run, tmp_path / "to")
     durable = SyncerStore(run.dir)
     store = durable.restore(SyncerState(run="r"), 0.0)
@@ -132,7 +132,7 @@ def test_the_run_can_go_on_after_an_export(run: Run, tmp_path: Path) -> None:
     assert store.anchor(COMMITTED).version == 1
 
 
-def test_a_run_that_goes_on_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_running_run_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     syncer = SyncerStore(run.dir)
     try:
         assert export(run, tmp_path / "to") == 1
@@ -144,7 +144,9 @@ def test_a_run_that_goes_on_is_refused(run: Run, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "to").exists()
 
 
-def test_another_model_than_the_run_s_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_differs_from_the_run_s_is_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.write_config({**MODEL, "hidden_size": 32})
     assert export(run, tmp_path / "to") == 2
     assert "not the model of the run" in capsys.readouterr().err
@@ -170,13 +172,13 @@ def test_a_script_s_parameters_are_written_by_name(
 def test_the_anchor_is_loaded_into_a_module(run: Run) -> None:
     module = CausalLM(config=MODEL)
     module.configure_model()
-    module.register_buffer("seen", torch.ones(3))  # what training changes is in no anchor, and stays
+    module.register_buffer("seen", torch.ones(3))  # state that training changes is not in the anchor, and stays
     lightning_diloco.load_anchor(run.dir, module)
     assert all(same(param.detach(), run.anchor[name]) for name, param in module.named_parameters())
     assert module.seen.sum() == 3
 
 
-def test_the_anchor_is_not_loaded_into_another_module_or_from_a_run_that_goes_on(run: Run, tmp_path: Path) -> None:
+def test_the_anchor_is_not_loaded_into_another_module_or_from_a_running_run(run: Run, tmp_path: Path) -> None:
     other = torch.nn.Linear(2, 2)
     with pytest.raises(PlanMismatchError, match="not the model of the run"):
         lightning_diloco.load_anchor(str(run.dir), other)
@@ -188,15 +190,15 @@ def test_the_anchor_is_not_loaded_into_another_module_or_from_a_run_that_goes_on
     syncer.close()
 
 
-def test_a_folder_that_holds_something_is_left_alone(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_not_empty_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "note").write_text("mine")
     assert export(run, tmp_path) == 2
     assert "not empty" in capsys.readouterr().err
 
 
-def test_what_is_no_run_directory_is_not_made_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_directory_is_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("{}")
     assert main(["export", str(tmp_path / "x"), "--to", str(tmp_path / "to"), "--config", str(config)]) == 2

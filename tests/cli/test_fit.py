@@ -1,4 +1,4 @@
-"""A recipe becomes a LightningCLI fit whose files lie in the learner's own folder."""
+"""A recipe becomes a LightningCLI fit with its files in the learner's own folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_recipe_is_fitted_twice_with_overrides_in_the_folder_of_its_learner(tm
 
 
 @pytest.mark.slow
-def test_an_unknown_override_ends_with_the_code_that_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_unknown_override_ends_with_the_exit_code_that_prevents_a_restart(tmp_path: Path) -> None:
     ended = fit(tmp_path, "--trainer.max_stepz", "3")
     assert ended.returncode == 2
     assert "max_stepz" in ended.stderr

@@ -1,4 +1,4 @@
-"""Real learners, killed and pre-empted: what they come back with is what was written down before."""
+"""Real learners are killed and preempted: they restart with the recorded state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MAX_STEPS = 300
 
 @dataclass(frozen=True)
 class Run:
-    """One run, ended: what was said, and what each process of a learner wrote down."""
+    """A finished run: its output, and the notes of each process of a learner."""
 
     folder: Path
     exit_code: int
@@ -89,7 +89,7 @@ class Run:
         return json.loads((self.folder / "summary.json").read_text())
 
     def lives(self, learner: str) -> list[dict[int, dict[str, Any]]]:
-        """Per process, its notes by step."""
+        """Return the notes of each process, by step."""
         lives: dict[int, dict[int, dict[str, Any]]] = {}
         for line in (self.folder / f"{learner}.jsonl").read_text().splitlines():
             note = json.loads(line)
@@ -108,7 +108,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder / "run", ended.returncode, ended.stdout + ended.stderr)
 
 
-def test_the_run_finishes_by_itself_and_its_ledger_is_exact(run: Run) -> None:
+def test_the_run_ends_by_itself_and_its_ledger_is_exact(run: Run) -> None:
     assert run.exit_code == 0, run.said
     summary = run.summary
     assert summary["status"] == "finished"
@@ -118,7 +118,7 @@ def test_the_run_finishes_by_itself_and_its_ledger_is_exact(run: Run) -> None:
     assert all(max(run.lives(f"l{k}")[-1]) == MAX_STEPS - 1 for k in range(4)), "each trained as far as it was told"
 
 
-def test_a_killed_learner_comes_back_with_its_own_moments(run: Run) -> None:
+def test_a_killed_learner_restarts_with_its_own_moments(run: Run) -> None:
     assert "l0 died (signal SIGKILL); restart 1 of 3" in run.said
     first, second = run.lives("l0")
     began_at = min(second)
@@ -127,7 +127,7 @@ def test_a_killed_learner_comes_back_with_its_own_moments(run: Run) -> None:
     assert second[began_at]["digest"] != first[0]["digest"], "there is something to restore"
 
 
-def test_a_learner_whose_checkpoints_are_gone_takes_a_peers(run: Run) -> None:
+def test_a_learner_without_checkpoints_uses_a_peers(run: Run) -> None:
     first, second = run.lives("l1")
     began_at, peers = min(second), [life for k in (0, 2, 3) for life in run.lives(f"l{k}")]
     assert "goes on from peer l" in run.log("l1")
@@ -135,7 +135,7 @@ def test_a_learner_whose_checkpoints_are_gone_takes_a_peers(run: Run) -> None:
     assert began_at not in first or second[began_at]["digest"] != first[began_at]["digest"]
 
 
-def test_a_torn_checkpoint_is_passed_over_and_said(run: Run) -> None:
+def test_a_torn_checkpoint_is_skipped_with_a_warning(run: Run) -> None:
     first, second = run.lives("l2")
     began_at = min(second)
     assert "it is not used" in run.log("l2")
@@ -143,7 +143,7 @@ def test_a_torn_checkpoint_is_passed_over_and_said(run: Run) -> None:
     assert second[began_at]["digest"] == first[began_at]["digest"]
 
 
-def test_a_pre_empted_learner_leaves_in_good_order_and_loses_no_step(run: Run) -> None:
+def test_a_preempted_learner_leaves_cleanly_and_loses_no_step(run: Run) -> None:
     assert "l3 was preempted (SIGTERM) and left; it is restarted" in run.said
     leaves = [line for line in read_tape(run.folder / "tape" / "events.jsonl") if line["event"] == "leave"]
     assert [line["reason"] for line in leaves if line["learner"] == "l3"] == ["preempted", "finished"]

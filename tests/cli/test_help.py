@@ -1,4 +1,4 @@
-"""Every verb's help ends with examples that its own parser takes, of recipes that are there."""
+"""The help of every verb ends with examples that its parser accepts, with existing recipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def verbs() -> dict[str, argparse.ArgumentParser]:
 
 
 def examples(epilog: str | None) -> Iterator[str]:
-    """The commands of ours in an epilog; one line may hold several."""
+    """Return the `diloco` commands in an epilog; one line may hold several."""
     for line in (epilog or "").splitlines()[1:]:
         for command in line.split("&&"):
             if "diloco " in command:

@@ -1,4 +1,4 @@
-"""A real run that is asked to end: its learners leave with a checkpoint, and the same command goes on from there."""
+"""A real run is interrupted: its learners leave with a checkpoint, and the same command continues from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 WITHIN_S = 240.0
 LEARNERS = ("l0", "l1")
-# Its samples are read by a process of its own, which a signal to all would have ended under it.
+# A separate process reads its samples. A signal to all processes would have ended that process, too.
 SCRIPT = (
     """
 import os, sys, time
@@ -47,7 +47,7 @@ L.Trainer(
 
 
 class Run:
-    """`diloco run` of the script, in one folder, as often as wanted."""
+    """Runs `diloco run` with the script in one folder, several times."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.dir = folder, folder / "run"
@@ -58,7 +58,7 @@ class Run:
         return command.start(self._folder, *words, "--stop-grace", 120, "--", num_steps)
 
     def steps(self, learner: str) -> dict[int, list[int]]:
-        """Those that each process of a learner made."""
+        """Return the steps of each process of a learner."""
         path = self.dir / f"{learner}.steps"
         lives: dict[int, list[int]] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -80,7 +80,7 @@ class Run:
         return [p for p in psutil.process_iter(["environ"]) if str(self.dir) in str(p.info["environ"])]
 
 
-def test_a_run_that_is_asked_to_end_loses_nothing_and_can_be_taken_up_again(tmp_path: Path) -> None:
+def test_an_interrupted_run_loses_nothing_and_can_be_continued(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.start(num_steps=100_000) as process:
         deadline_s = time.monotonic() + WITHIN_S

@@ -1,4 +1,4 @@
-"""A real learner that is killed while it validates the final anchor: it is started again, and finds the run over."""
+"""A real learner is killed while it validates the final anchor: it is restarted, and finds that the run is over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests import command
 from tests.cli.line_model import MODEL
 
-# The last one to leave validates. Its next process comes when the run is over, as it does where imports take longer.
+# The last learner to leave validates. Its next process starts when the run is over, as on machines with slow imports.
 SCRIPT = (
     """
 import os, signal, sys, time
@@ -45,7 +45,7 @@ L.Trainer(
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_learner_that_comes_back_after_the_end_of_the_run_ends_at_once_and_in_good_order(tmp_path: Path) -> None:
+def test_a_learner_that_restarts_after_the_end_of_the_run_exits_at_once_with_code_0(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("run", "train.py", "--local", 2, "--run-dir", "run", "--no-table", "--no-page")
     printed = command.succeed(tmp_path, *words)

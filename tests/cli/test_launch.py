@@ -80,7 +80,7 @@ def test_learners_on_cpus_ask_for_no_devices_and_a_script_keeps_the_machines(tmp
         (("llama/1b-v6e", "--learners", "2"), "TPUs"),
     ],
 )
-def test_nothing_is_written_if_something_is_wrong(
+def test_nothing_is_written_after_an_error(
     words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(*words, "--engine", "slurm", "--to", str(tmp_path / "new")) == 2
@@ -95,7 +95,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in tmp_path.iterdir()] == ["syncer.sh"]
 
 
-def test_a_recipe_of_ones_own_lies_beside_the_files(tmp_path: Path) -> None:
+def test_a_recipe_given_by_its_path_is_copied_beside_the_files(tmp_path: Path) -> None:
     own = tmp_path / "mine.yaml"
     own.write_bytes((ROOT / "recipes/tiny/gpt.yaml").read_bytes())
     assert launch(str(own), "--engine", "slurm", "--learners", "2", "--to", str(tmp_path / "new")) == 0
@@ -103,7 +103,7 @@ def test_a_recipe_of_ones_own_lies_beside_the_files(tmp_path: Path) -> None:
     assert "RECIPE=mine.yaml\n" in (tmp_path / "new" / "learners.sh").read_text()
 
 
-def test_the_files_are_no_recipes() -> None:
+def test_the_files_are_not_listed_as_recipes() -> None:
     assert not [recipe.name for recipe in recipes.find() if recipe.name.startswith("launch")]
 
 
@@ -116,7 +116,7 @@ def test_the_files_are_no_recipes() -> None:
         ("diloco://a:1/r#token," + "0" * 64, ("tiny/gpt", "--local", "2"), "--local: unknown"),
     ],
 )
-def test_fit_refuses_what_cannot_work(
+def test_fit_refuses_wrong_configurations(
     join: str | None,
     words: tuple[str, ...],
     says: str,

@@ -1,4 +1,4 @@
-"""Two learners with models from different seeds: what is exchanged is one model, the rest is each one's own."""
+"""Two learners with models from different seeds: exchanged state becomes one model, other state stays local."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_learners_with_teachers_and_backbones_become_one_model(tmp_path: Path) -
     exchanged = [n for n in a if n.startswith(("student", "backbone.0", "backbone.1.weight", "backbone.1.bias"))]
     began = apart(first["start"], second["start"], exchanged)
     assert began > 1.0, "they were built from different seeds"
-    assert apart(a, b, exchanged) < 0.1 * began  # who left first has an anchor that is some versions older
+    assert apart(a, b, exchanged) < 0.1 * began  # the learner that left first has an anchor that is some versions older
     assert apart(a, first["start"], ["backbone.0.weight"]) > 0.1
     for state in (a, b):
         student = {name.replace("student", "teacher"): value for name, value in state.items()}

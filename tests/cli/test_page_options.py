@@ -1,4 +1,4 @@
-"""The live page on the command line: who is told of it, and where it may be."""
+"""The options of the live page, and its content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.live.told import status
 
 
 @pytest.mark.seconds
-def test_the_page_shows_what_the_screen_was_told(tmp_path: Path) -> None:
+def test_the_page_shows_the_messages_of_the_screen(tmp_path: Path) -> None:
     said: list[str] = []
     with page.served(tmp_path, page.LISTEN, said.append) as watch:
         screen = Screen(Console(file=io.StringIO()), live=False, watch=watch)
@@ -39,7 +39,7 @@ def test_status_lines_are_no_events(tmp_path: Path) -> None:
         assert watch.state()["events"] == []
 
 
-def test_options_of_the_page_are_ours_and_not_the_recipes() -> None:
+def test_options_of_the_page_are_not_passed_on_to_the_recipe() -> None:
     words = ["run", "r.yaml", "--local", "2", "--page", "127.0.0.1:8080", "--no-page", "--trainer.max_steps", "6"]
     assert run.split(words) == (words[:7], words[7:])
 
@@ -52,12 +52,12 @@ def test_wandb_is_an_option_of_a_recipe_and_the_environment_of_a_script() -> Non
     assert (arguments, tell is not None) == ([], True)
 
 
-def test_without_wandb_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_reported_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--wandb mine: .*pip install 'lightning-diloco\[wandb\]'"):
         run._tracking("mine", Path("gpt.yaml"))
 
 
-def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), page.served(tmp_path, "8080", lambda text: None):
         pass

@@ -63,13 +63,15 @@ def test_any_module_can_be_planned(recipe: Path, capsys: pytest.CaptureFixture[s
     assert any("activations are not counted" in note for note in figures["notes"])
 
 
-def test_the_recipe_s_line_is_the_default_and_options_win(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_s_line_is_the_default_and_options_take_precedence(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plan(capsys, str(recipe))["learners"] == 3
     figures = plan(capsys, str(recipe), "--learners", "5", "--overlap", "3", "--step", "1s")
     assert (figures["learners"], figures["overlap"], figures["overlap_s"]) == (5, 3, 3.0)
 
 
-def test_what_does_not_fit_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_does_not_fit_ends_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = [TINY, "--link", "100kbit", "--step", "100ms"]
     figures = plan(capsys, *options, code=1)
     assert figures["feasible"] is False
@@ -87,14 +89,16 @@ def test_text_shows_memory_exchange_and_verdict(capsys: pytest.CaptureFixture[st
         assert part in out
 
 
-def test_learners_this_version_cannot_start_are_warned_of(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learners_that_this_version_cannot_start_cause_a_warning(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe.write_text(RECIPE.replace("accelerator: cpu", "accelerator: mps"))
     figures = plan(capsys, str(recipe), "--devices", "3")
     (warning,) = figures["warnings"]
     assert "does not start such a learner" in warning
 
 
-def test_devices_that_would_hold_the_whole_model_each_are_warned_of(
+def test_devices_that_would_each_hold_the_whole_model_cause_a_warning(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (warning,) = plan(capsys, str(recipe), "--devices", "3")["warnings"]
@@ -114,7 +118,7 @@ def test_devices_that_would_hold_the_whole_model_each_are_warned_of(
         (("# A model.", "# lightning-diloco: soon"), "names no versions"),
     ],
 )
-def test_a_wrong_recipe_is_refused_with_what_is_meant(
+def test_a_wrong_recipe_is_refused_with_a_suggestion(
     wrong: tuple[str, str], said: str, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe.write_text(RECIPE.replace(*wrong))
@@ -136,7 +140,7 @@ def test_a_vocabulary_below_the_family_s_special_tokens_can_be_planned(
     assert plan(capsys, str(recipe))["parameters"] > 2 * 512 * 32
 
 
-def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_vocabulary_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     tokenizer = "max_bytes: 4000000\n    tokenizer: some/where"
     path.write_text(Path(TINY).read_text().replace("max_bytes: 4000000", tokenizer))
@@ -157,12 +161,12 @@ def test_a_script_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
         (nbytes, "7", 7), (share, "5%", 0.05), (share, "0.05", 0.05), (share, "0", 0),
     ],
 )  # fmt: skip
-def test_quantities_are_read_as_people_write_them(read: Any, text: str, value: float) -> None:
+def test_quantities_with_units_are_parsed(read: Any, text: str, value: float) -> None:
     assert read(text) == value
 
 
 @pytest.mark.parametrize("option", ["--link=5", "--link=5GB", "--rtt=fast", "--step=-1s", "--mtbf=6w", "--pauses=5"])
-def test_quantities_that_cannot_be_meant_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_quantities_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", TINY, option])
     assert "must be a" in capsys.readouterr().err
@@ -175,8 +179,8 @@ def test_numbers_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_a_plan_needs_neither_data_sets_nor_adapters() -> None:
-    """Their imports are a tenth of its time."""
+def test_a_plan_imports_neither_datasets_nor_peft() -> None:
+    """These imports would take a tenth of its time."""
     code = (
         "import sys; sys.modules |= {'datasets': None, 'peft': None}\n"
         f"from lightning_diloco.cli.main import main; raise SystemExit(main(['plan', {TINY!r}]))"

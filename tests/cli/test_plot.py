@@ -1,4 +1,4 @@
-"""`diloco plot`: files that are pictures, of finished and of unfinished runs."""
+"""`diloco plot`: plots of finished and of unfinished runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[..., Path]
 
 
 @pytest.mark.seconds
-def test_every_picture_is_there_as_png_and_svg_with_its_labels(
+def test_every_plot_is_written_as_png_and_svg_with_its_labels(
     make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, to = make_run(), tmp_path / "to"
@@ -42,7 +42,7 @@ def _as_printed(path: Path) -> tuple[int, str]:
 
 
 @pytest.mark.seconds
-def test_a_run_that_has_only_begun_can_be_drawn(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_just_begun_can_be_drawn(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(LINES[:3])
     assert main(["plot", str(run_dir)]) == 0
     assert (run_dir / "plots" / "overview.png").exists()
@@ -56,6 +56,6 @@ def test_the_same_run_gives_the_same_svg(make_run: Make, tmp_path: Path) -> None
     assert (tmp_path / "a" / "overview.svg").read_bytes() == (tmp_path / "b" / "overview.svg").read_bytes()
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 2
     assert "give the RUN_DIR" in capsys.readouterr().err

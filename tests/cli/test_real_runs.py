@@ -14,7 +14,7 @@ from tests import command
 pytestmark = pytest.mark.slow
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
-# Nothing of ours but the import, the strategy, and a note of what was seen.
+# The script uses this package only in the import and the strategy, and records the samples it sees.
 SCRIPT = """
 import json, os, signal, sys
 from pathlib import Path
@@ -63,7 +63,7 @@ FAIL = "def after_step(model): raise ValueError('the data is broken')"
 
 
 class Run:
-    """One `diloco run` of a script, to its end."""
+    """Runs `diloco run` with a script to its end."""
 
     def __init__(self, folder: Path, script: str | Path, *words: str) -> None:
         if isinstance(script, str):
@@ -88,7 +88,7 @@ class Run:
         return json.loads((self.dir / "learners" / learner / name).read_text())
 
 
-def test_two_learners_of_one_script_see_different_samples_and_write_to_different_places(tmp_path: Path) -> None:
+def test_two_learners_of_one_script_read_different_samples_and_write_to_different_folders(tmp_path: Path) -> None:
     run = Run(tmp_path, SCRIPT.replace("AFTER_STEP", ""))
     assert run.exit_code == 0, run.said
     seen = [run.of(learner, "seen.json") for learner in ("l0", "l1")]
@@ -117,7 +117,7 @@ def test_shards_of_the_syncer_are_started_and_end_with_it(tmp_path: Path) -> Non
     assert run.left_over == []
 
 
-def test_a_learner_that_is_killed_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
+def test_a_killed_learner_is_restarted_and_the_run_finishes(tmp_path: Path) -> None:
     run = Run(tmp_path, SCRIPT.replace("AFTER_STEP", DIE_ONCE))
     assert run.exit_code == 0, run.said
     assert "l1 died (signal SIGKILL); restart 1 of 3" in run.said

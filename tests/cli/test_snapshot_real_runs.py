@@ -1,4 +1,4 @@
-"""`diloco snapshot` of a run that trains, and `diloco run --from`: the run goes on from there, all of it."""
+"""`diloco snapshot` of a run that trains, and `diloco run --from`: syncer and learners continue from the snapshot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cli.line_model import MODEL
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 WITHIN_S = 120.0
-# Trains until it is told that it is enough, and notes the moments and the position of every step.
+# Trains until a file appears, and records the moments and the position of every step.
 SCRIPT = (
     """
 import hashlib, json, os, time
@@ -98,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         running.kill()
 
 
-def test_a_run_goes_on_from_a_snapshot_taken_while_it_trained(
+def test_a_run_continues_from_a_snapshot_taken_while_it_trained(
     start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, kept = start("first"), tmp_path / "kept"

@@ -1,4 +1,4 @@
-"""`diloco status`: whom it asks, and how long it waits for an answer."""
+"""`diloco status`: the syncer that it asks, and how long it waits for an answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_status_of_an_address_takes_the_token_from_option_or_environment(monkeyp
     assert address(namespace("10.0.0.1:99", JOIN.replace("secret", "other"))).token == "other"
 
 
-def test_status_of_an_address_without_a_token_says_where_to_find_it(
+def test_status_of_an_address_without_a_token_names_the_source_of_the_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DILOCO_JOIN", raising=False)
@@ -56,7 +56,7 @@ def test_status_of_an_address_without_a_token_says_where_to_find_it(
 
 
 @pytest.mark.parametrize("target", ["nowhere", "."])
-def test_status_of_what_is_no_run_is_an_error(
+def test_status_of_a_target_that_is_not_a_run_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def test_a_watch_outlasts_a_new_token_and_a_restart(watched: Watched) -> None:
     assert watched({0: "training", late: "training", late + 1: "finished"}) == (0, [TRAINING, TRAINING, FINISHED])
 
 
-def test_a_watch_of_a_finished_run_asks_once(watched: Watched) -> None:
+def test_a_watch_of_a_finished_run_prints_once(watched: Watched) -> None:
     assert watched({0: "finished"}) == (0, [FINISHED])
 
 

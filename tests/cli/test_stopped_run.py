@@ -1,4 +1,4 @@
-"""Early stopping on the anchor's loss in an ordinary recipe ends the whole run: every learner stops, drains, leaves."""
+"""Early stopping on the anchor's loss in an ordinary recipe ends the whole run: all learners stop, drain and leave."""
 
 from __future__ import annotations
 

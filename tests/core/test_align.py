@@ -1,4 +1,4 @@
-"""Pseudo-gradients and landings: what was not trained stays exactly where the anchor is."""
+"""Pseudo-gradients and landings: parameters without progress stay exactly at the anchor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def normal(seed: int, numel: int = NUMEL) -> Tensor:
 
 
 def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | None = None) -> Tensor:
-    """The formula of the landing that keeps progress."""
+    """Return the result of a landing that keeps progress, by its formula."""
     base, wide = landing_base(anchor_new, param.dtype, sent), torch.promote_types(param.dtype, torch.float32)
     return (base + (param.to(wide) - anchor_old.to(param.dtype).to(wide))).to(param.dtype)
 
@@ -105,7 +105,7 @@ def test_added_landing_is_carry_up_to_rounding(with_sent: bool) -> None:
     assert (param.double() - exact).abs().max() <= worst < 1e-6
 
 
-def test_added_landing_of_what_is_not_float32_is_a_bug() -> None:
+def test_added_landing_of_a_parameter_that_is_not_float32_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="sum of the cast values"):
         land_added_([torch.zeros(2, dtype=torch.bfloat16)], [torch.zeros(2)])
 

@@ -1,4 +1,4 @@
-"""The plan: every element once, balanced, few signatures; and the flat vector of a fragment."""
+"""The plan has every element once, is balanced and has few signatures; the flat vector of a fragment."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def tiny_gpt() -> Shapes:
 
 
 def seen_by_a_compiler(plan: FragmentPlan, fragment: tuple[Slice, ...]) -> tuple[object, ...]:
-    """Shapes of slices and of their parameters, and which slices share a parameter."""
+    """Return the shapes of slices and of their parameters, and which slices share a parameter."""
     numbers: dict[str, int] = {}
     return tuple((plan.slice_shape(s), plan.shapes[s.name], numbers.setdefault(s.name, len(numbers))) for s in fragment)
 

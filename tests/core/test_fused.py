@@ -1,4 +1,4 @@
-"""The kernels for GPUs give the bits of torch: in Triton's interpreter, and on a GPU if there is one."""
+"""The kernels for GPUs give the same bits as torch: in Triton's interpreter, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_other_vectors_are_left_to_torch(where: str) -> None:
         assert fused.kernels_for(other, bits, size) is None
 
 
-def test_machine_without_triton_says_so_once_and_uses_torch(
+def test_machine_without_triton_warns_once_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = "lightning_diloco.core.fused_kernels"

@@ -37,7 +37,7 @@ def reference(deltas: list[Tensor], shares: list[float], kind: Merge) -> Tensor:
 
 
 def merged(deltas: list[Tensor], shares: list[float], merge: Merge) -> Tensor:
-    """Of one tensor, rounded to bfloat16."""
+    """Return the merge of one tensor, rounded to bfloat16."""
     plan = FragmentPlan.balanced({"w": tuple(deltas[0].shape)}, num_fragments=1, max_slice_numel=1 << 20)
     layout = plan.layout(0, 64)
     flats = [gather(layout, {"w": delta}, torch.empty(layout.padded_numel)) for delta in deltas]
@@ -98,7 +98,7 @@ def test_directions_that_cancel_fall_back_to_the_mean(takes_part: float) -> None
     torch.testing.assert_close(found, -takes_part * v, atol=2**-7, rtol=0)
 
 
-def test_zero_contributions_have_no_direction_but_count_for_the_length() -> None:
+def test_zero_contributions_have_no_direction_but_count_in_the_length() -> None:
     v = normal(500)
     torch.testing.assert_close(merged([v, torch.zeros(500)], [0.25, 0.75], "rda"), v / 4, rtol=2**-8, atol=0)
     assert not merged([torch.zeros(500)] * 3, [0.3] * 3, "rda").any()
@@ -107,7 +107,7 @@ def test_zero_contributions_have_no_direction_but_count_for_the_length() -> None
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16", "fp32"])
 @pytest.mark.parametrize("merge", ["rda", "mean"])
 @pytest.mark.parametrize("num", [1, 3])
-def test_fragment_merge_equals_merging_each_slice_on_its_own(wire: Wire, merge: Merge, num: int) -> None:
+def test_fragment_merge_equals_merging_each_slice_separately(wire: Wire, merge: Merge, num: int) -> None:
     layout, buffers = contributions(num, wire)
     shares = [0.1, 0.2, 0.5][:num]
     found, report = merge_fragment(layout, buffers, shares, wire=wire, block_size=64, merge=merge)
@@ -155,7 +155,7 @@ def test_contribution_above_its_limit_is_scaled_down_to_it(wire: Wire, merge: Me
     limits = [2 * free.norms[0], free.norms[1] / 3]
     found, report = merge_fragment(layout, buffers, [0.5, 0.5], merge=merge, max_norms=limits, **about)
     assert (report.norms, report.kept) == (free.norms, (1.0, pytest.approx(1 / 3)))
-    # Its learner makes the same of the bytes it kept: what is merged is what is taken off.
+    # Its learner computes the same from the bytes it kept, so it subtracts exactly what was merged.
     shorter = scaled(buffers[1], report.kept[1], numel=layout.padded_numel, **about)
     expected, _ = merge_fragment(layout, [buffers[0], shorter], [0.5, 0.5], merge=merge, **about)
     assert torch.equal(found, expected)
@@ -164,7 +164,7 @@ def test_contribution_above_its_limit_is_scaled_down_to_it(wire: Wire, merge: Me
 
 
 @pytest.mark.parametrize("shares", [[], [1.0], [0.0, 0.0], [0.0, 1.0], [1.0, -1.0], [0.6, 0.5], [1.0, math.nan]])
-def test_shares_that_are_none_are_refused(shares: list[float]) -> None:
+def test_invalid_shares_are_refused(shares: list[float]) -> None:
     layout, buffers = contributions(2, "int8")
     with pytest.raises(ConfigError, match="shares"):
         merge_fragment(layout, buffers, shares, wire="int8", block_size=64, merge="rda")

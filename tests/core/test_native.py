@@ -1,4 +1,4 @@
-"""The compiled loops give the bits of torch, whatever the number of threads."""
+"""The compiled loops give the same bits as torch, with any number of threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def normal(numel: int, seed: int = 0) -> Tensor:
 
 
 def hard(numel: int, seed: int = 0) -> Tensor:
-    """Values of every magnitude: blocks of zeros, subnormal ones, ties of the rounding, the largest floats."""
+    """Return values of every magnitude: blocks of zeros, subnormal values, rounding ties and the largest floats."""
     x = normal(numel, seed) * 10.0 ** torch.randint(-44, 36, (numel,), generator=torch.Generator().manual_seed(seed))
     x[::7] = 0.0
     x[5::1001] = -0.0
@@ -40,7 +40,7 @@ def hard(numel: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=[1, 3])
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every vector is processed by the compiled loops, by several threads in small units."""
+    """Make several threads process every vector with the compiled loops, in small units."""
     before = torch.get_num_threads()
     monkeypatch.setattr(native, "SMALLEST_NUMEL", 0)
     monkeypatch.setattr(native, "UNIT_NUMEL", 4096)
@@ -169,7 +169,7 @@ def test_other_wires_and_short_vectors_are_left_to_torch() -> None:
     assert native.kernels_for(long[::2], 8) is None
 
 
-def test_machine_without_numba_says_so_once_and_uses_torch(
+def test_machine_without_numba_warns_once_and_uses_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)

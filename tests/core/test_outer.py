@@ -19,7 +19,7 @@ def normal(numel: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 1000, (1 << 18) + 37])
-def test_nesterov_equals_torch_sgd_but_for_fused_roundings(numel: int, dtype: torch.dtype) -> None:
+def test_nesterov_equals_torch_sgd_except_for_fused_roundings(numel: int, dtype: torch.dtype) -> None:
     ours, momentum = normal(numel, 0), torch.zeros(numel)
     theirs = torch.nn.Parameter(ours.clone())
     optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
@@ -49,7 +49,7 @@ def test_momentum_of_a_full_round_is_plain_nesterov() -> None:
 
 
 @pytest.mark.parametrize("steps", [24, 12, 4, 1])
-def test_momentum_moves_the_anchor_by_work_however_it_is_cut_into_rounds(steps: int) -> None:
+def test_momentum_moves_the_anchor_by_work_for_any_division_into_rounds(steps: int) -> None:
     anchor, momentum = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     coefs = momentum_by_work(0.6, steps / 24)
     per_round = torch.tensor([steps / 24])
@@ -57,7 +57,7 @@ def test_momentum_moves_the_anchor_by_work_however_it_is_cut_into_rounds(steps: 
         before = anchor.item()
         nesterov_step(anchor, momentum, per_round, lr=0.8, momentum_coef=coefs)
     assert (before - anchor.item()) * 24 / steps == pytest.approx(0.8 / (1 - 0.6), rel=1e-6)
-    # The same with push = decay, which is what a plain coefficient of mu ** s would do: 10 times too far for one step.
+    # With push = decay, as with a plain coefficient of mu ** s, the anchor would move 10 times too far for one step.
     momentum.zero_()
     for _ in range(40 * 24 // steps):
         before = anchor.item()

@@ -1,4 +1,4 @@
-"""The outer learning rate "auto": the measured correlation against that of gradients whose correlation is known."""
+"""The outer learning rate "auto": the measured correlation of gradients with a known correlation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def normal(seed: int, numel: int = NUMEL) -> Tensor:
 
 
 def measured(gradients: list[Tensor], work: float = 1.0, mu: float = MU) -> list[Correlation]:
-    """The correlation after each round, with the buffer of real outer steps."""
+    """Return the correlation after each round, with the buffer of real outer steps."""
     master, momentum = torch.zeros(NUMEL), torch.zeros(NUMEL)
     coefs, found = momentum_by_work(mu, work), [Correlation()]
     for gradient in (gradient.bfloat16() for gradient in gradients):
@@ -30,7 +30,7 @@ def measured(gradients: list[Tensor], work: float = 1.0, mu: float = MU) -> list
 
 
 def correlated(rho: float, rounds: int) -> list[Tensor]:
-    """Gradients whose correlation is rho ** k for k rounds between them."""
+    """Return gradients whose correlation is rho ** k for k rounds between them."""
     gradients = [normal(0)]
     for seed in range(1, rounds):
         gradients.append(rho * gradients[-1] + (1 - rho**2) ** 0.5 * normal(seed))
@@ -38,17 +38,17 @@ def correlated(rho: float, rounds: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rho", [0.9, 0.6, 0.3, 0.0])
-def test_correlation_of_gradients_is_found(rho: float) -> None:
+def test_correlation_of_gradients_is_measured(rho: float) -> None:
     found = measured(correlated(rho, 40))
     assert fmean(each.rho for each in found[10:]) == pytest.approx(rho, abs=0.05)
 
 
-def test_gradients_that_turn_back_have_none() -> None:
+def test_gradients_with_alternating_signs_have_no_correlation() -> None:
     assert measured([(-1) ** k * normal(0) for k in range(20)])[-1].rho < 0.01
 
 
 @pytest.mark.parametrize("work", [1.0, 0.5, 0.125])
-def test_steady_gradient_is_recognized_at_once_in_rounds_of_any_work(work: float) -> None:
+def test_steady_gradient_is_detected_at_once_in_rounds_of_any_work(work: float) -> None:
     found = measured([work * normal(0)] * 40, work)
     assert found[0].rho == Correlation().rho, "there is no momentum to compare with"
     assert all(after.rho > before.rho - 1e-6 for before, after in pairwise(found))
@@ -67,7 +67,7 @@ def test_work_may_be_divided_into_rounds_of_one_learner_each() -> None:
     assert cosine < 0.5 * apart[-1].rho, "successive gradients of the rounds apart are far less alike"
 
 
-def test_lr_lies_between_that_of_steady_gradients_and_that_of_noise() -> None:
+def test_lr_is_between_that_of_steady_gradients_and_that_of_noise() -> None:
     assert Correlation(rho=1.0).lr(MU) == 1 - MU
     assert Correlation(rho=0.5).lr(MU) == 1 - 0.5 * MU
     assert Correlation(rho=0.0).lr(MU) == 1 - SMALLEST_RHO * MU
@@ -88,7 +88,7 @@ def test_dot_products_are_those_of_float64() -> None:
     assert square == pytest.approx(float(momentum.double() @ momentum.double()), rel=1e-12)
 
 
-def test_one_block_in_so_many_tells_the_correlation_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_blocks_gives_the_correlation_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = correlated(0.6, 20)
     everything = measured(gradients)[-1].rho
     monkeypatch.setattr("lightning_diloco.core.outer_lr.MEASURED_NUMEL", NUMEL // 4)

@@ -1,4 +1,4 @@
-"""Parts of an encoding: each is the encoding of its values, and together they are the whole."""
+"""Parts of an encoding: each is the encoding of its values, and together they are the whole encoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 16
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16", "fp32"])
 @pytest.mark.parametrize("numel", [0, 7, 16, 160, 333])
 @pytest.mark.parametrize("n", [1, 2, 3, 30])
-def test_parts_make_up_the_whole_and_are_encodings_themselves(wire, numel, n):
+def test_parts_join_to_the_whole_and_are_encodings_themselves(wire, numel, n):
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     whole = encode(x, wire=wire, block_size=BLOCK, name="x")
     ranges = [part_range(k, n, numel, BLOCK) for k in range(n)]
@@ -29,6 +29,6 @@ def test_parts_make_up_the_whole_and_are_encodings_themselves(wire, numel, n):
         assert not torch.equal(joined(parts[::-1], numel=numel, wire=wire, block_size=BLOCK), whole)
 
 
-def test_parts_are_of_one_size_within_a_block():
+def test_parts_differ_by_at_most_one_block():
     sizes = [stop - start for start, stop in (part_range(k, 3, 100 * BLOCK, BLOCK) for k in range(3))]
     assert max(sizes) - min(sizes) <= BLOCK

@@ -31,7 +31,7 @@ def normal(numel: int, seed: int = 0) -> Tensor:
 
 
 def coded(x: Tensor, bits: int = 8, block_size: int = 256) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers (two of 4 bits in a byte), scales, and what they decode to."""
+    """Return integers (two of 4 bits in a byte), scales, and the decoded values."""
     wire: Wire = "int8" if bits == 8 else "int4"
     buffer = encode(x, wire=wire, block_size=block_size, name="x")
     at = integers_nbytes(x.numel(), wire, block_size)
@@ -40,7 +40,7 @@ def coded(x: Tensor, bits: int = 8, block_size: int = 256) -> tuple[Tensor, Tens
 
 
 def reference(x: Tensor, bits: int, block_size: int) -> Tensor:
-    """The formula, block by block, in float64."""
+    """Return the result of the formula, block by block, in float64."""
     out = []
     for block in x.double().split(block_size):
         exact = block.abs().max() / (2 ** (bits - 1) - 1)
@@ -90,7 +90,7 @@ def test_scale_is_rounded_up_so_that_nothing_clips() -> None:
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-40, 1e-37])
-def test_block_of_zeros_or_nearly_becomes_zero(tiny: float) -> None:
+def test_block_of_zeros_or_subnormal_scale_becomes_zero(tiny: float) -> None:
     _, scales, back = coded(torch.full((256,), tiny))
     assert not scales.any()
     assert not back.any()

@@ -1,4 +1,4 @@
-"""The schedule: each fragment once per period, at the step the paper gives it."""
+"""The schedule: each fragment is due once per period, at the step of the paper."""
 
 from __future__ import annotations
 

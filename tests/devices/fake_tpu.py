@@ -41,7 +41,7 @@ INSTEAD = {
         "synchronize": "synchronize",
     }.items()
 }
-"""What to call instead, by the function of torch.tpu."""
+"""Function of torch.accelerator to call instead, by the function of torch.tpu."""
 
 
 def _internal(function: Any) -> Any:
@@ -57,7 +57,7 @@ def _internal(function: Any) -> Any:
 
 
 def make_chips(folder: Path, number: int) -> Path:
-    """Make a machine's chips in a new folder, and return it, for FAKE_CHIPS."""
+    """Create a machine's chips in a new folder; return the folder, for FAKE_CHIPS."""
     folder.mkdir()
     for index in range(number):
         (folder / str(index)).touch()
@@ -90,19 +90,19 @@ def _claim() -> None:
 
 @_internal
 def device_count() -> int:
-    """Number of chips of this host; uses none."""
+    """Return the number of chips of this host; uses none."""
     return len(chips())
 
 
 @_internal
 def is_available() -> bool:
-    """Whether there are chips; uses none."""
+    """Return whether there are chips; uses none."""
     return bool(chips())
 
 
 @_internal
 def current_device() -> int:
-    """Index of this process's chip."""
+    """Return the index of this process's chip."""
     _claim()
     return 0
 
@@ -145,13 +145,13 @@ def get_rng_state(device: Any = "tpu") -> torch.Tensor:
 
 
 class Event:
-    """A place in the only queue."""
+    """A position in the only queue."""
 
     def __init__(self, enable_timing: bool = False, device: Any = None) -> None:
         pass
 
     def record(self, stream: Any = None) -> Event:
-        """Nothing to mark: work is in order."""
+        """Do nothing, because work is in order."""
         return self
 
     def wait(self, stream: Any = None) -> None:
@@ -163,7 +163,7 @@ class Event:
 
 
 class Stream:
-    """One of several names of the only queue."""
+    """An alias of the only queue."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
@@ -190,7 +190,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None = None) -> None:
-    """Set what ranks need, except what is set."""
+    """Set the variables that ranks need, except those that are set."""
     number = nproc_per_node or len(chips())
     of_v5p = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
     if number not in of_v5p:
@@ -204,7 +204,7 @@ def set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None 
 
 
 class OverGloo(dist.ProcessGroup):
-    """Collectives on the tensors' data, when all work that was queued before has run."""
+    """Collectives on the tensors' data; they first run all queued work."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -258,7 +258,7 @@ class OverGloo(dist.ProcessGroup):
 
 
 def load() -> None:
-    """Register the device, as the import of torch does where torch_tpu is installed."""
+    """Register the device, as the import of torch does if torch_tpu is installed."""
     functions = {name: globals()[name] for name in (*INSTEAD, "stream", "Stream", "Event")}
     make = late.late
     late.late = lambda data: (_claim(), make(data))[1]

@@ -1,10 +1,10 @@
 """An accelerator that runs everything as late as it may, registered through PyTorch's interface for Python back ends.
 
 1. Operations on its tensors only enter the queue of the thread's current stream. Nothing runs until the host waits for
-   a stream, an event or a value. So whoever forgets an event reads memory that is not written yet, which is NaN here.
+   a stream, an event or a value. So code that forgets an event reads memory that is not written yet, which is NaN here.
 2. Data are held by CPU tensors (`_data`, by the storage that stands for them). Views share them. Shapes are known at
    once, values come later.
-3. `waits` lists the threads in which the host has waited.
+3. `waits` lists the threads that have waited for the device.
 4. Copies from host memory read it when they run, as copies from pinned memory do, unless they block.
 
 PyTorch knows one such back end per process, so tests run it in a process of its own. The interface for Python back ends
@@ -65,10 +65,10 @@ class Stream:
 
 
 class Event:
-    """A place in a stream."""
+    """A position in a stream."""
 
     def record(self, stream: Stream) -> None:
-        """Mark the end of what is queued."""
+        """Mark the end of the queued operations."""
         self.stream, self.number = stream, stream.num_queued
 
     def synchronize(self) -> None:

@@ -1,4 +1,4 @@
-"""What `test_accelerator.py` runs in a process of its own: `python -m tests.devices.late_checks` prints JSON."""
+"""Cases that `test_accelerator.py` runs in a new process: `python -m tests.devices.late_checks` prints JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LateRig(Rig):
 
 
 def equals_the_cpu(**patched: Any) -> dict[str, str]:
-    """Play random sequences on both; with patched methods, something has to go wrong."""
+    """Run random sequences on both devices; with patched methods, the results must differ."""
     found = {}
     with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
         for dtype, align in product(DTYPES, ALIGN):
@@ -58,7 +58,7 @@ def equals_the_cpu(**patched: Any) -> dict[str, str]:
 
 
 def one_queue() -> dict[str, str]:
-    """As on a device without side streams and pinned memory."""
+    """Run as on a device without side streams and pinned memory."""
     nothing = mock.Mock(side_effect=AssertionError("neither streams nor pinned memory may be used"))
     with (
         mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()),
@@ -70,7 +70,7 @@ def one_queue() -> dict[str, str]:
 
 
 def waits_of_training() -> dict[str, Any]:
-    """A snapshot and a landing, while nothing that was queued has run."""
+    """Return the threads that wait during a snapshot and a landing, before any queued operation has run."""
     rig = LateRig(where=late.NAME)
     with ThreadPoolExecutor(1, "link") as link:
         update = Update(full=None, chain=[rig.published(0)], sent=None)
@@ -86,7 +86,7 @@ def waits_of_training() -> dict[str, Any]:
 
 
 def payload_is_there(**patched: Any) -> dict[str, bool]:
-    """A contribution, read by the host as soon as it has it."""
+    """Read a contribution on the host as soon as it is returned."""
     with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
         rig = LateRig(where=late.NAME)
         rig.train()
@@ -97,7 +97,7 @@ def payload_is_there(**patched: Any) -> dict[str, bool]:
 
 
 def loss_is_read() -> dict[str, float]:
-    """A loss that another thread reads, while training goes on to change it."""
+    """Read a loss in another thread while training changes it."""
     loss = torch.ones((), device=late.NAME) * 3
     read = to_be_read(loss)
     loss.zero_()
@@ -106,7 +106,7 @@ def loss_is_read() -> dict[str, float]:
 
 
 def other_arithmetic() -> dict[str, str]:
-    """A device whose sums are less exact."""
+    """Make a device whose sums are less exact."""
     with mock.patch.object(late, "imprecise", True):
         try:
             LateRig(where=late.NAME)
@@ -133,7 +133,7 @@ class Line(L.LightningModule):
 
 
 def fit() -> dict[str, Any]:
-    """A fit with an embedded syncer."""
+    """Run a fit with an embedded syncer."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="torch", devices=1, max_steps=300, default_root_dir=folder, logger=False,

@@ -1,4 +1,4 @@
-"""A device with random parameters: what tests of fragments train, contribute and land on, on every kind of device."""
+"""A device with random parameters, for tests of fragments on every kind of device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = {"embedding": (37, 5), "matrix": (24, 7), "conv": (4, 3, 2, 2), "bias":
 
 
 class Rig:
-    """A device with random parameters, and what a syncer would publish."""
+    """A device with random parameters, and the updates that a syncer would publish."""
 
     shapes, max_slice_numel = SHAPES, 64
 
@@ -66,7 +66,7 @@ class Rig:
         return decode(payload, numel=self.numel(p), wire=self.wire, block_size=BLOCK)
 
     def published(self, p, scale=0.1):
-        """A random encoded update; padding is zero, as it always is."""
+        """Return a random encoded update; its padding is zero."""
         update = torch.zeros(self.numel(p))
         for entry in self.plan.layout(p, BLOCK).entries:
             entry.of(update).copy_(self.random(entry.numel, scale))
@@ -82,7 +82,7 @@ class Rig:
         return self.device.local_values(p).to(cast)
 
     def stored(self, p):
-        """cast(anchor) in float64."""
+        """Return cast(anchor) in float64."""
         out = self.device.anchor(p)
         for entry in self.plan.layout(p, BLOCK).entries:
             part = entry.of(out)
@@ -90,7 +90,7 @@ class Rig:
         return out.double()
 
     def contributes_zero(self, num_rounds):
-        """Without a step in between, whatever is published meanwhile."""
+        """Check that a learner without a step contributes zero after any published updates."""
         for round_ in range(num_rounds):
             for p in self.fragments:
                 encoded = self.contribute(p)
@@ -101,7 +101,7 @@ class Rig:
 
 
 def lands_alike(one, other):
-    """Two rigs through the same random sequence: the same anchors bit for bit, parameters but for rounding."""
+    """Check that two rigs have equal anchors, and parameters equal up to rounding, after the same random sequence."""
     choose = random.Random(0)
     for _ in range(30):
         p, merged, is_full = choose.randrange(3), choose.random() < 0.5, choose.random() < 0.2

@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found():
-    """The results of all cases, from a process of their own."""
+    """Return the results of all cases, from a new process."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.devices.late_checks"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
@@ -36,7 +36,7 @@ def test_anchors_are_those_of_the_cpu(found):
     assert set(found["equals the CPU"].values()) == {"equal"}
 
 
-def test_without_events_they_are_not(found):
+def test_anchors_differ_without_events(found):
     alike = found["control: no events"]
     assert [alike[f"torch.{dtype}, carry"] for dtype in ("float32", "bfloat16", "float64")] == ["AssertionError"] * 3
 
@@ -49,12 +49,12 @@ def test_the_training_thread_never_waits(found):
     assert found["waits"] == {"training": [], "nothing had run": True, "link": ["link"]}
 
 
-def test_a_contribution_is_complete_when_the_host_has_it(found):
+def test_a_contribution_is_complete_when_it_is_returned(found):
     assert found["payload"] == {"complete": True}
     assert found["control: the payload is not waited for"] == {"complete": False}
 
 
-def test_a_loss_is_read_as_it_was(found):
+def test_a_loss_is_read_before_training_changes_it(found):
     assert found["loss"] == {"read": 3.0}
 
 

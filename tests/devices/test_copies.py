@@ -1,4 +1,4 @@
-"""Copies that are promised: who makes them, who waits, and what an error does."""
+"""Deferred copies: which thread runs them, which thread waits, and the effect of an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 10.0
 
 
 class Held:
-    """A copy that somebody has begun and that ends when it may."""
+    """A copy that a thread has begun and that ends on request."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -35,11 +35,11 @@ def noting(made: list[str], name: str) -> Callable[[], None]:
     return lambda: made.append(f"{name} by {threading.current_thread().name}")
 
 
-def test_nothing_promised_is_settled():
+def test_settle_without_copies_returns_at_once():
     Copies().settle()
 
 
-def test_who_settles_makes_what_nobody_has_begun_in_order():
+def test_settle_runs_copies_that_no_thread_has_begun_in_order():
     copies, made = Copies(), []
     copies.promise([noting(made, "a"), noting(made, "b")])
     copies.settle()
@@ -48,19 +48,19 @@ def test_who_settles_makes_what_nobody_has_begun_in_order():
     assert made == [f"a by {me}", f"b by {me}"]
 
 
-def test_who_settles_waits_for_the_copy_that_another_thread_has_begun_and_makes_the_others(aside):
+def test_settle_waits_for_a_copy_of_another_thread_and_runs_the_others(aside):
     copies, held, made = Copies(), Held(), []
     copies.promise([held, lambda: (made.append("b"), held.may_end.set())])
     other = aside(copies.settle)
     assert held.begun.wait(WAIT_S)
-    copies.settle()  # ends only because it makes the second one itself, and not before the first has ended
+    copies.settle()  # returns only because it runs the second copy itself, and not before the first one has ended
     assert made == ["b"]
     other.result(WAIT_S)
 
 
 @contextmanager
 def settling_while_one_is_made(aside):
-    """Yields copies, one of which another thread has begun, and a thread that waits for it; then the one may end."""
+    """Yield copies, one of which another thread has begun, and a thread that waits for it; then let the copy end."""
     copies, held = Copies(), Held()
     copies.promise([held])
     maker = threading.Thread(target=copies.settle, daemon=True)
@@ -75,20 +75,20 @@ def settling_while_one_is_made(aside):
     maker.join(WAIT_S)
 
 
-def test_settling_does_not_end_while_a_copy_is_being_made(aside):
+def test_settle_does_not_return_while_a_copy_runs(aside):
     with settling_while_one_is_made(aside):
         pass
 
 
-def test_whoever_waits_for_a_copy_makes_those_that_are_scheduled_meanwhile(aside):
-    """Nobody else may settle again: after the last step, training does not."""
+def test_a_thread_that_waits_for_a_copy_runs_copies_that_are_scheduled_meanwhile(aside):
+    """After the last step, the training thread does not settle again."""
     later = threading.Event()
     with settling_while_one_is_made(aside) as copies:
         copies.promise([later.set])
         assert later.wait(WAIT_S)
 
 
-def test_an_error_comes_to_everybody_and_the_others_are_made(aside):
+def test_an_error_is_raised_in_all_threads_and_the_other_copies_run(aside):
     copies, made = Copies(), []
 
     def fail() -> None:

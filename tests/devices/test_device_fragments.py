@@ -57,7 +57,7 @@ def test_learner_without_a_step_contributes_exactly_zero(dtype, align):
 
 @pytest.mark.parametrize("align", ["carry", "blend"])
 def test_float64_keeps_its_precision_at_every_landing(align):
-    """What a float32 cannot hold is still there after many landings, as plain float64 arithmetic has it."""
+    """Digits beyond float32 are kept over many landings, as in plain float64 arithmetic."""
     rig = Rig(torch.float64, align=align)
     for round_ in range(20):
         p = round_ % rig.plan.num_fragments
@@ -74,7 +74,7 @@ def test_float64_keeps_its_precision_at_every_landing(align):
         assert lost.abs().max() > 0, "these are no float32 values"
 
 
-def test_float64_that_stores_what_it_adopts_keeps_the_rest():
+def test_float64_that_rounds_to_the_adopted_values_keeps_its_precision():
     rig = Rig(torch.float64)
     with torch.no_grad():
         for param in rig.params.values():
@@ -126,7 +126,7 @@ def test_contribution_is_the_stored_anchor_minus_the_parameters():
     assert 0 < encoded.relative_error < 0.01
 
 
-def test_snapshot_keeps_the_moment_it_was_taken():
+def test_snapshot_keeps_the_values_of_its_boundary():
     rig = Rig()
     rig.train()
     snapshot, then = rig.device.snapshot(0), rig.contribute(0).payload
@@ -138,7 +138,7 @@ def test_snapshot_keeps_the_moment_it_was_taken():
 @pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("settles", [True, False])
 def test_snapshot_is_of_its_boundary_if_it_is_settled_before_parameters_change(dtype, is_begun, settles, monkeypatch):
-    """Bit for bit, whether another thread has not begun to copy or is in the midst of it; unsettled, it differs."""
+    """The bits are equal, whether another thread has not begun to copy or is copying; without `settle`, they differ."""
     rig = Rig(dtype)
     rig.train()
     then = rig.contribute(0).payload
@@ -147,7 +147,7 @@ def test_snapshot_is_of_its_boundary_if_it_is_settled_before_parameters_change(d
     beside = threading.Thread(target=rig.device._copies.settle, daemon=True)
     if is_begun:
         left[0] = lambda: (begun.set(), may_end.wait(10.0), first())
-        left[-1] = lambda: (last(), may_end.set())  # by then the training thread has made all the others
+        left[-1] = lambda: (last(), may_end.set())  # by then the training thread has made all other copies
         beside.start()
         assert begun.wait(10.0)
     if not settles:
@@ -160,7 +160,7 @@ def test_snapshot_is_of_its_boundary_if_it_is_settled_before_parameters_change(d
         beside.join(10.0)
 
 
-def test_carry_keeps_what_quantization_lost_for_the_next_contribution():
+def test_carry_keeps_the_quantization_error_for_the_next_contribution():
     rig = Rig()
     rig.train()
     first = rig.contribute(0)
@@ -171,7 +171,7 @@ def test_carry_keeps_what_quantization_lost_for_the_next_contribution():
 
 @pytest.fixture
 def half_by_default():
-    """As in a forward in half precision, which another thread computes meanwhile: torch has one default for all."""
+    """Set the default dtype of all threads to bfloat16, as a forward in half precision in another thread does."""
     before = torch.get_default_dtype()
 
     def switch(on):
@@ -183,7 +183,7 @@ def half_by_default():
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
 @pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
-def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, align, wire):
+def test_exchanges_do_not_depend_on_the_default_dtype(half_by_default, align, wire):
     found = []
     for is_half in (False, True):
         rig = Rig(torch.bfloat16, align=align, wire=wire)
@@ -202,7 +202,7 @@ def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, alig
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_updates", [0, 1, 2])
-def test_learner_without_a_step_lands_on_the_anchor_however_far_it_is_behind(dtype, num_updates):
+def test_learner_without_a_step_lands_on_the_anchor_from_any_version(dtype, num_updates):
     rig = Rig(dtype)
     for p in rig.fragments:
         full = None if num_updates else rig.device.anchor(p) * 1.01
@@ -231,7 +231,7 @@ def test_blend_mixes_local_and_anchor(dtype):
 
 @pytest.mark.parametrize("align", ["overwrite", "blend"])
 @pytest.mark.parametrize("merged", [True, False])
-def test_explicit_residual_is_kept_only_of_what_was_merged(align, merged):
+def test_explicit_residual_is_kept_only_of_merged_contributions(align, merged):
     rig = Rig(align=align, blend_alpha=0.0)
     rig.train()
     first = rig.contribute(0)
@@ -242,7 +242,7 @@ def test_explicit_residual_is_kept_only_of_what_was_merged(align, merged):
     assert (again.norm > 0) is merged
 
 
-def test_without_error_feedback_nothing_is_kept():
+def test_without_error_feedback_no_residual_is_kept():
     rig = Rig(align="overwrite", error_feedback=False)
     rig.train()
     rig.receive(0, rig.published(0), sent=rig.contribute(0).payload)
@@ -266,7 +266,7 @@ def test_full_fragment_replaces_the_anchor_and_keeps_progress(dtype):
     assert torch.equal(rig.local(0), rig.stored(0))
 
 
-def test_anchors_agree_whatever_the_parameters_are():
+def test_anchors_agree_for_all_dtypes_of_parameters():
     rigs = [Rig(dtype) for dtype in DTYPES]
     start = rigs[0].device.anchor(0)
     for rig in rigs:
@@ -358,7 +358,7 @@ def test_steady_state_allocates_no_fragment(dtype, align, monkeypatch):
     assert len(rig.device._spare) == spare
 
 
-def test_every_spare_buffer_is_used_by_one_only():
+def test_every_spare_buffer_has_one_user():
     rig = Rig(torch.bfloat16)
     for _ in range(3):
         for p in rig.fragments:
@@ -387,7 +387,7 @@ def test_cuda_equals_cpu_over_a_random_sequence(dtype, align):
 
 
 @pytest.mark.gpu
-def test_a_loss_on_a_stream_of_its_own_is_read_when_it_is_there():
+def test_a_loss_on_another_stream_is_read_after_it_is_computed():
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(1_000_000_000)
         loss = torch.ones((), device="cuda") * 3
@@ -399,7 +399,7 @@ def test_a_loss_on_a_stream_of_its_own_is_read_when_it_is_there():
 
 @pytest.mark.gpu
 def test_cuda_training_thread_never_waits():
-    """Snapshot and landing return although the device is busy for long."""
+    """Snapshot and landing return while the device is still busy."""
     rig = Rig(where="cuda")
     staged = rig.device.stage(0, Update(full=None, chain=[rig.published(0)], sent=None))
     busy = torch.cuda.Event()

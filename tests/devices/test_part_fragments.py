@@ -1,4 +1,4 @@
-"""Two ranks' parts do together, bit for bit, what one device does; and hold half as much."""
+"""The parts of two ranks together give the same bits as one device, and each holds half as much."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CUT_ELEMENTS: list[dict[str, Box]] = [
     {"table": ((0,), (100,)), "narrow": ((0,), (0,)), "scalar": ((), ()), "cube": ((0,), (54,))},
     {"table": ((100,), (122,)), "narrow": ((0,), (5,)), "scalar": ((), ()), "cube": ((0,), (0,))},
 ]
-CUT_NOTHING: list[dict[str, Box]] = [  # one rank has all, the other the scalar: of the other fragment it has nothing
+CUT_NOTHING: list[dict[str, Box]] = [  # the second rank has only the scalar, and nothing of one fragment
     {name: (tuple(0 for _ in shape), shape) for name, shape in SHAPES.items()},
     {name: (tuple(0 for _ in shape), tuple(0 for _ in shape)) for name, shape in SHAPES.items()},
 ]
@@ -48,7 +48,7 @@ def own(tensor: Tensor, box: Box) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 @pytest.mark.parametrize("num_behind", [0, 1])
-def test_parts_exchange_what_one_device_does(boxes, dtype, wire, num_behind):
+def test_parts_exchange_the_same_as_one_device(boxes, dtype, wire, num_behind):
     config = RunConfig(sync_every=4, num_fragments=2, wire=wire, block_size=16, max_slice_numel=100)
     plan = FragmentPlan.balanced(SHAPES, num_fragments=2, max_slice_numel=100)
     drawn = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def test_parts_exchange_what_one_device_does(boxes, dtype, wire, num_behind):
         assert torch.equal(assemble(plans, p, [part.local_values(p) for part in parts]), start_P)
         for device in (one, *parts):
             device.adopt(p, start_P)
-    for name, param in params.items():  # everybody trains alike
+    for name, param in params.items():  # all ranks train alike
         step = torch.randn(param.shape, generator=drawn).to(dtype)
         param.add_(step)
         for h, each in zip(held, boxes, strict=True):
@@ -87,7 +87,7 @@ def test_parts_exchange_what_one_device_does(boxes, dtype, wire, num_behind):
 @CUTS
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
-def test_a_part_is_decoded_as_of_the_whole_and_little_more(boxes, wire, chunk, monkeypatch):
+def test_a_part_decodes_to_the_bits_of_the_whole_and_reads_little_more(boxes, wire, chunk, monkeypatch):
     monkeypatch.setattr(part_module, "CHUNK_NUMEL", chunk)
     num_read = 0
     read = Decoder.read
@@ -112,7 +112,7 @@ def test_a_part_is_decoded_as_of_the_whole_and_little_more(boxes, wire, chunk, m
             assert num_read < found_L.numel() + 2 * 16 * len(SHAPES)
 
 
-def test_each_rank_holds_its_part_only():
+def test_each_rank_holds_only_its_part():
     config = RunConfig(sync_every=4, num_fragments=1, overlap=1, block_size=16)
     boxes: list[dict[str, Box]] = [{"a": ((0, 0), (64, 32))}, {"a": ((64, 0), (64, 32))}]
     plan = FragmentPlan.balanced({"a": (128, 32)}, num_fragments=1, max_slice_numel=1 << 20)
@@ -121,7 +121,7 @@ def test_each_rank_holds_its_part_only():
     assert all(buffer.numel() == 64 * 32 for buffer in (*part._anchors, *part._spare))
 
 
-def test_an_anchor_can_be_shown_and_put_away():
+def test_an_anchor_can_be_shown_and_hidden():
     config = RunConfig(sync_every=4, num_fragments=1, overlap=1, block_size=16)
     plan = FragmentPlan.balanced({"a": (4, 2)}, num_fragments=1, max_slice_numel=1 << 20)
     held = {"a": torch.zeros(2, 2)}

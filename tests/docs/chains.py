@@ -1,9 +1,9 @@
-"""What is run for each command of the documentation.
+"""The command lines that the tests run for each documented command.
 
-1. A step says which documented commands it stands for: the same program and verb with the same options, placeholders
-   filled in, numbers made small, and options added that make it short.
-2. What a command needs is made by one before it in its chain, as for a reader.
-3. What cannot run here has its reason in `NOT_HERE`, and is taken apart as far as that goes.
+1. A step names the documented commands that it represents: the same program and verb with the same options, with
+   placeholders filled in, small numbers, and additional options that make it short.
+2. If a command needs files, an earlier command of its chain creates them, as for a reader.
+3. `NOT_HERE` has the reason for each command that cannot run here; such commands are parsed as far as possible.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             line="diloco syncer --run-dir runs/sites --listen 127.0.0.1:0 --data-parts 2",
             of=("diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --data-parts 2",),
             leaves=("runs/sites/join",),
-            beside=signal.SIGTERM,  # without --expect it serves until it is told to stop
+            beside=signal.SIGTERM,  # without --expect it serves until it is stopped
         ),
         Step(line="cp runs/sites/join join"),
         Step(
@@ -447,7 +447,7 @@ NOT_HERE = {
 
 
 def executed() -> Iterator[tuple[str, Step]]:
-    """Documented commands and what is run for them."""
+    """Return the documented commands and the steps that represent them."""
     for chain in CHAINS.values():
         for step in chain:
             for command in step.of:

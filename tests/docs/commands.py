@@ -1,9 +1,9 @@
-"""Every command that the documentation tells people to type.
+"""Finds every command in the documentation.
 
-1. A document is a README, CONTRIBUTING.md, or the help of a verb, whose examples end it.
-2. In Markdown a command is a line of a code block that names no other language than bash, or a code span; what it
-   starts with, after variables it sets, is a program of `PROGRAMS`. A line joined by `&&` is several commands.
-3. A span of a program alone, or of `diloco` and a verb that needs more, is a name in a sentence.
+1. A document is a README, CONTRIBUTING.md, or the help of a verb, which ends with examples.
+2. In Markdown, a command is a code span, or a line of a code block without a language other than bash. After variables
+   that it sets, it starts with a program of `PROGRAMS`. A line joined by `&&` is several commands.
+3. A span with only a program, or with `diloco` and a verb that needs arguments, is a name in a sentence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _COMPLETE_ALONE = (".ci/run", "diloco ls")
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each verb, and of `diloco` itself under an empty name."""
+    """Return the parser of each verb, and of `diloco` itself under an empty name."""
     parser = build_parser()
     (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return {"": parser, **action.choices}
 
 
 def documented() -> dict[str, list[str]]:
-    """Commands, and where each of them stands."""
+    """Return the commands, and the document of each."""
     found: dict[str, list[str]] = {}
     for readme in READMES:
         for command in of_markdown(readme.read_text(encoding="utf-8")):
@@ -48,7 +48,7 @@ def documented() -> dict[str, list[str]]:
 
 
 def of_markdown(text: str) -> Iterator[str]:
-    """Commands of blocks, then those of spans."""
+    """Return the commands of blocks, then those of spans."""
     for language, block in _BLOCK.findall(text):
         if language in ("", "bash"):
             for line in block.splitlines():
@@ -71,7 +71,7 @@ def _of_line(line: str) -> Iterator[str]:
 
 
 def _bare(command: str) -> str:
-    """Without the variables it sets."""
+    """Return a command without the variables that it sets."""
     while (rest := _SETTING.sub("", command, count=1)) != command:
         command = rest
     return command

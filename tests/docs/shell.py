@@ -1,8 +1,8 @@
-"""A clone of the checkout in which documented command lines are run as people run them: by a shell.
+"""A clone of the checkout in which a shell runs documented command lines.
 
-1. A line runs to its end, or beside those that follow, from the moment at which it has said what is awaited.
-2. What runs beside others is ended in the order in which it was started: by a signal, or by itself.
-3. Nothing is downloaded and nobody is logged in; home and caches are folders of the clone.
+1. A line runs to its end, or in the background, once its output has the awaited text.
+2. Background lines end in the order in which they were started: by a signal, or by themselves.
+3. Nothing is downloaded, and there are no logins; home and caches are folders of the clone.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Step:
     """One line.
 
     Args:
-        line: that bash runs.
-        of: the documented commands that it stands for, with their placeholders filled in and their numbers made small.
-        says: a pattern in its output; of one beside others, awaited before the next.
-        leaves: patterns of paths below the clone that must be there then.
-        beside: it goes on while others run, and is ended by this signal, or by itself (0); None: it ends first.
-        ends_others: everything beside it is ended before it begins.
-        exits: its exit code.
+        line: the line that bash runs.
+        of: the documented commands that it represents, with placeholders filled in and small numbers.
+        says: a pattern in its output; the next line waits for the pattern of a background line.
+        leaves: patterns of paths below the clone that must exist afterwards.
+        beside: it runs in the background, and ends by this signal, or by itself (0); None: it ends before the next
+            line.
+        ends_others: all background lines are ended before it begins.
+        exits: its expected exit code.
     """
 
     line: str
@@ -49,10 +50,10 @@ class Step:
 
 
 class Clone:
-    """A folder with what a clone has, and the processes that were started in it.
+    """A folder with the content of a clone, and the processes that were started in it.
 
     Args:
-        root: becomes the clone.
+        root: folder that becomes the clone.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,11 +66,11 @@ class Clone:
             shutil.copytree(source, to, ignore=ignored) if source.is_dir() else shutil.copyfile(source, to)
         shutil.copymode(ROOT / ".ci" / "run", root / ".ci" / "run")
         (root / "home").mkdir()
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell, and so for children
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children inherit it
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(self, step: Step) -> str:
-        """Run a line; what it said."""
+        """Run a line; return its output."""
         if step.ends_others:
             self.end()
         log = self.root / "home" / f"{self._num_lines}.log"
@@ -104,7 +105,7 @@ class Clone:
             time.sleep(_TICK_S)
 
     def end(self) -> None:
-        """End what runs beside, and see how it ended."""
+        """End background lines, and check their exit codes."""
         self._beside.reverse()
         while self._beside:
             self._end_last()
@@ -121,7 +122,7 @@ class Clone:
         assert exit_code == step.exits, f"{step.line}\nexit code {exit_code}\n{log.read_text()}"
 
     def kill(self) -> None:
-        """Whatever is left; learners are on a leash and end with who started them."""
+        """Kill all remaining processes; learners end with their parents."""
         for _, process, _ in self._beside:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

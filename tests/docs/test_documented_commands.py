@@ -1,4 +1,4 @@
-"""Every command of the documentation is executed, by a shell, in a clone of this checkout; see `chains.py`.
+"""A shell runs every documented command in a clone of this checkout; see `chains.py`.
 
 `diloco plan`, `simulate`, `launch`, `ls` and `cp` are called in this process, because starting one takes longer than
 they do.
@@ -39,7 +39,7 @@ trainer.fit(BoringModel())
 """
 
 
-def test_no_command_of_the_documentation_is_missing_and_none_here_is_stale() -> None:
+def test_every_documented_command_has_a_step_and_every_step_is_documented() -> None:
     found = documented()
     here = [*(command for command, _ in executed()), *NOT_HERE]
     assert not [f"{command}  ({', '.join(places)})" for command, places in found.items() if command not in here]
@@ -50,7 +50,7 @@ def test_no_command_of_the_documentation_is_missing_and_none_here_is_stale() -> 
 @pytest.mark.parametrize(
     ("command", "step"), list(executed()), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_step_has_the_program_the_verb_and_every_option_of_what_it_stands_for(command: str, step: Step) -> None:
+def test_a_step_has_program_verb_and_options_of_the_command_that_it_represents(command: str, step: Step) -> None:
     wanted, found = shlex.split(command), shlex.split(step.line)
     is_setting = re.compile(r"^\w+=").match
     assert [bool(is_setting(word)) for word in wanted[:1]] == [bool(is_setting(word)) for word in found[:1]]
@@ -60,7 +60,7 @@ def test_a_step_has_the_program_the_verb_and_every_option_of_what_it_stands_for(
 
 
 @pytest.mark.parametrize("command", NOT_HERE)
-def test_what_cannot_run_here_is_right_as_far_as_one_can_see(command: str) -> None:
+def test_commands_that_cannot_run_here_parse(command: str) -> None:
     words = shlex.split(command)
     match words[0]:
         case "pip":
@@ -102,7 +102,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.thorough) for name in CHAINS]
 )
-def test_commands_of_the_documentation_do_what_is_said(
+def test_documented_commands_have_the_expected_results(
     name: str, clone: Clone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(clone.root)
@@ -126,7 +126,7 @@ def _in_this_process(step: Step) -> str:
 
 
 @pytest.mark.slow
-def test_rendered_tables_are_those_of_the_stored_results(clone: Clone) -> None:
+def test_rendered_tables_equal_the_stored_results(clone: Clone) -> None:
     clone.run(Step(line="python -m tests.bench.render"))
     for readme in (Path("README.md"), Path("tests") / "bench" / "README.md"):
         assert (clone.root / readme).read_text() == (ROOT / readme).read_text()

@@ -24,7 +24,7 @@ Entered = tuple[str, str]
 
 
 class Recorder:
-    """The functions of this package that are entered, in order, in all threads that start while it is installed."""
+    """Records the functions of this package that are entered, in order, in all threads that start meanwhile."""
 
     def __init__(self) -> None:
         self.entered: list[Entered] = []
@@ -38,7 +38,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]:
-    """What is entered in one exchange, from the step at whose end the learner asks for it to the landing."""
+    """Return the functions entered in one exchange, from the learner's request after a step to the landing."""
     recorder = Recorder()
     threading.setprofile(recorder)
     try:
@@ -59,8 +59,9 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]
 
 
 def one_exchange(entered: list[Entered]) -> list[Entered]:
-    """The first one that was recorded whole, and whose round the learner asked for: a message of the one before it may
-    reach the syncer late, and open it. The one before it may also land after this one has begun.
+    """Return the first exchange that was recorded completely and whose round the learner requested.
+
+    A late message of the exchange before it may open the round. That exchange may also land after this one has begun.
     """
     first, *_, last = stages()
     announces = [at for at, stage in enumerate(entered) if stage == ("protocol/syncer/rounds.py", "_announce")]
@@ -81,7 +82,7 @@ def _next(places: Sequence[int], at: int) -> int:
 
 
 def first_missing(stages: Sequence[Entered], entered: Sequence[Entered]) -> Entered | None:
-    """The first stage that is not entered after the one before it."""
+    """Return the first stage that is not entered after the one before it."""
     left = iter(entered)
     return next((stage for stage in stages if stage not in left), None)
 
@@ -90,23 +91,23 @@ def stages() -> list[Entered]:
     return [(where, function.rpartition(".")[2]) for where, function in STAGES]
 
 
-def test_an_exchange_goes_the_way_that_the_page_describes(entered: list[Entered]) -> None:
+def test_an_exchange_has_the_documented_stages(entered: list[Entered]) -> None:
     assert first_missing(stages(), entered) is None
 
 
-def test_the_way_is_short(entered: list[Entered]) -> None:
+def test_the_number_of_stages_is_small(entered: list[Entered]) -> None:
     assert 30 <= len(STAGES) <= MAX_STAGES
     assert len({where for where, _ in STAGES}) <= MAX_FILES
 
 
 @pytest.mark.parametrize("k", [8, 12, 21, 26])
-def test_stages_in_another_order_are_found(entered: list[Entered], k: int) -> None:
+def test_stages_in_another_order_are_detected(entered: list[Entered], k: int) -> None:
     swapped = stages()
     swapped[k], swapped[k + 1] = swapped[k + 1], swapped[k]
     assert first_missing(swapped, entered) is not None
 
 
-def test_every_function_of_the_page_is_where_it_says() -> None:
+def test_every_documented_function_is_in_its_file() -> None:
     for where, function in STAGES:
         *classes, name = function.split(".")
         source = (ROOT / where).read_text(encoding="utf-8")

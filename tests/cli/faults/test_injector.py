@@ -1,4 +1,4 @@
-"""Faults against stand-in processes: what is applied, taken back, skipped and written down."""
+"""Faults on stand-in processes: they are applied, ended, skipped and logged."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Letter of a process's state: T stopped, Z zombie."""
+    """Return the letter of a process's state: T stopped, Z zombie."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Run:
-    """A meddler with a clock that is set by hand."""
+    """An injector with a clock that is set by hand."""
 
     def __init__(self, tmp_path: Path, fleet: Fleet, *faults: Fault) -> None:
         self.now_s, self.fleet, self.status = 1000.0, fleet, STEPPING
@@ -108,7 +108,7 @@ def test_a_shard_is_killed_by_the_pid_in_the_status_once_and_skipped_while_it_is
     assert fleet.outcome("syncer") == "running"
 
 
-def test_a_stopped_process_goes_on_when_its_time_is_over(tmp_path: Path, fleet: Fleet) -> None:
+def test_a_stopped_process_continues_after_its_duration(tmp_path: Path, fleet: Fleet) -> None:
     run, pid = Run(tmp_path, fleet, fault(1, "stop", lasts_s=5.0)), fleet.pid("l0")
     with run.meddler:
         run.at(0.0)
@@ -121,7 +121,7 @@ def test_a_stopped_process_goes_on_when_its_time_is_over(tmp_path: Path, fleet: 
     assert run.log() == [("begin", 1), ("end", 1)]
 
 
-def test_what_still_lasts_at_the_end_is_taken_back(tmp_path: Path, fleet: Fleet) -> None:
+def test_faults_that_last_beyond_the_end_are_ended(tmp_path: Path, fleet: Fleet) -> None:
     run, pid = Run(tmp_path, fleet, fault(1, "stop", lasts_s=1e9)), fleet.pid("l0")
     with run.meddler:
         run.at(0.0)
@@ -130,7 +130,7 @@ def test_what_still_lasts_at_the_end_is_taken_back(tmp_path: Path, fleet: Fleet)
     until(lambda: state_of(pid) != "T")
 
 
-def test_a_process_killed_while_stopped_leaves_its_successor_alone(tmp_path: Path, fleet: Fleet) -> None:
+def test_a_process_killed_while_stopped_does_not_affect_its_successor(tmp_path: Path, fleet: Fleet) -> None:
     faults = [fault(1, "stop", lasts_s=5.0), fault(2, "kill", at_s=2.0)]
     run, pid = Run(tmp_path, fleet, *faults), fleet.pid("l0")
     with run.meddler:
@@ -142,7 +142,7 @@ def test_a_process_killed_while_stopped_leaves_its_successor_alone(tmp_path: Pat
     os.kill(fleet.pid("l0"), signal.SIG_DFL)
 
 
-def test_what_finds_nothing_to_hit_is_skipped(tmp_path: Path, fleet: Fleet) -> None:
+def test_a_fault_without_a_target_is_skipped(tmp_path: Path, fleet: Fleet) -> None:
     fleet.start(Command(name="done", argv=END, log_path=tmp_path / "done" / "log.txt"))
     until(lambda: fleet.watch() or fleet.outcome("done") == "finished")
     faults = [fault(1, "kill", target="done"), fault(2, "stop", lasts_s=9.0), fault(3, "stop", lasts_s=9.0)]
@@ -167,7 +167,7 @@ def test_a_learner_that_has_left_is_spared_until_it_is_back(tmp_path: Path, flee
 
 
 @pytest.mark.parametrize("is_half_open", [False, True])
-def test_a_cut_network_carries_nothing_until_it_heals(tmp_path: Path, fleet: Fleet, is_half_open: bool) -> None:
+def test_a_cut_network_carries_no_data_until_it_heals(tmp_path: Path, fleet: Fleet, is_half_open: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = JoinAddress("127.0.0.1", server.getsockname()[1], "run", "secret", "ab" * 32)
         run = Run(tmp_path, fleet, fault(1, "cut", lasts_s=3.0, is_half_open=is_half_open))
@@ -184,7 +184,7 @@ def test_a_cut_network_carries_nothing_until_it_heals(tmp_path: Path, fleet: Fle
 
 
 def carries(server: socket.socket, through: JoinAddress) -> bool:
-    """Whether a new connection through the proxy reaches the server."""
+    """Return whether a new connection through the proxy reaches the server."""
     server.settimeout(0.2)
     try:
         with socket.create_connection((through.host, through.port), timeout=1.0):
@@ -206,7 +206,7 @@ def test_a_slow_network_is_fast_again_afterwards(tmp_path: Path, fleet: Fleet) -
     assert seen == [(0.0, None), (0.1, 1e6), (0.0, None)]
 
 
-def test_more_faults_than_time_are_left_over(tmp_path: Path, fleet: Fleet) -> None:
+def test_faults_after_the_end_are_not_applied(tmp_path: Path, fleet: Fleet) -> None:
     faults = (fault(number, "stop", at_s=10.0 * number, lasts_s=1.0) for number in itertools.count(1))
     run = Run(tmp_path, fleet)
     run.meddler = FaultInjector(faults, run.path, clock=lambda: run.now_s)

@@ -1,4 +1,4 @@
-"""Figures of a chaos run, from a story small enough to know them by heart."""
+"""Figures of a chaos run, from a small story with known results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def story(tmp_path: Path) -> Story:
     return read(tmp_path)
 
 
-def test_shares_are_those_of_the_protocol_page(story: Story) -> None:
+def test_shares_follow_their_definitions(story: Story) -> None:
     found = measure(story)
     assert found["num_steps"] == 22 + 29
     assert found["step_efficiency"] == pytest.approx(450 / 510)
@@ -84,7 +84,7 @@ def test_recovery_ends_with_the_first_commit_that_names_the_new_process(story: S
     assert [r["fault"] for r in found["recoveries"]] == [1, 2, 4]
 
 
-def test_a_syncer_that_nobody_needed_has_not_to_recover(story: Story) -> None:
+def test_a_syncer_that_no_learner_needed_has_no_recovery_time(story: Story) -> None:
     assert recovery_s(story, {**line("begin", 9, "syncer", "syncer", 150.0), "until_s": 150.0}) is None
 
 
@@ -100,13 +100,13 @@ def test_faults_are_counted_as_applied(story: Story) -> None:
 
 
 @pytest.mark.parametrize("change", [{"ledger_exact": False}, {"tokens_pending": 1}])
-def test_a_ledger_is_exact_only_if_it_says_so_and_adds_up(story: Story, change: dict[str, Any]) -> None:
+def test_a_ledger_is_exact_only_if_it_is_marked_exact_and_adds_up(story: Story, change: dict[str, Any]) -> None:
     assert measure(story)["ledger_exact"] is True
     (story.summary or {}).update(change)
     assert measure(story)["ledger_exact"] is False
 
 
-def test_a_run_that_left_nothing_has_a_report_all_the_same(tmp_path: Path) -> None:
+def test_a_run_without_files_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "chaos").mkdir()
     (tmp_path / FAULTS).write_text("")
     found = measure(read(tmp_path))
@@ -130,7 +130,7 @@ def test_the_picture_is_drawn(story: Story, tmp_path: Path) -> None:
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_is_said_what_to_install(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_named(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"lightning-diloco\[plot\]"):
         picture.draw(story, Path("never.png"), title="a run")

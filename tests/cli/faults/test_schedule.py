@@ -1,4 +1,4 @@
-"""The same seed gives the same faults; rates, kinds and durations are what was asked for."""
+"""The same seed gives the same faults; rates, kinds and durations are as requested."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_kinds_are_equally_frequent_and_targets_fit_them() -> None:
     assert {fault.target for fault in drawn if fault.kind not in ("syncer", "shard")} == set(LEARNERS)
 
 
-def test_what_lasts_lasts_within_bounds_and_kills_do_not() -> None:
+def test_durations_are_within_bounds_and_kills_have_none() -> None:
     for fault in faults(500):
         low_s, high_s = LASTS_S.get(fault.kind, (0.0, 0.0))
         assert low_s <= fault.lasts_s <= high_s
         assert (fault.rate_bps is not None) == (fault.kind == "slow")
 
 
-def test_only_the_wanted_kinds_come() -> None:
+def test_only_the_requested_kinds_are_drawn() -> None:
     assert {fault.kind for fault in faults(40, kinds=("kill", "cut"))} == {"kill", "cut"}

@@ -1,4 +1,4 @@
-"""The clock of a chaos run: one time per inner step, a break at validation, an end by the time of day."""
+"""The step clock of a chaos run: one time per inner step, a break at validation, and an end at an absolute time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_step_has_a_time_and_validation_is_a_break(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
-def test_batches_whose_gradients_are_accumulated_are_no_steps(tmp_path: Path) -> None:
+def test_batches_that_only_accumulate_gradients_are_not_steps(tmp_path: Path) -> None:
     fit(tmp_path, StepClock(), accumulate_grad_batches=2, limit_val_batches=0)
     (path,) = tmp_path.glob(PATTERN)
     assert len(read_steps(path)) == NUM_BATCHES / 2
@@ -69,7 +69,7 @@ def test_training_ends_by_itself_at_its_step(tmp_path: Path) -> None:
     assert fit(tmp_path, StepClock(until_step=4), limit_val_batches=0).global_step == 4
 
 
-def test_a_torn_time_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_time_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "steps-1.f64"
     path.write_bytes(b"\0" * 20)
     assert list(read_steps(path)) == [0.0, 0.0]

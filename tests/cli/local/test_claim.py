@@ -1,4 +1,4 @@
-"""A run directory is one `diloco run`'s at a time."""
+"""Only one `diloco run` at a time can use a run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.storage.redo_log import RedoLog
 
 
-def test_a_second_run_is_refused_and_leaves_the_first_its_claim(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_the_first_one_keeps_its_claim(tmp_path: Path) -> None:
     with claimed(tmp_path):
         for _ in range(2):
             with pytest.raises(ConfigError, match="in use by another `diloco run`"), claimed(tmp_path):

@@ -1,4 +1,4 @@
-"""What is imported is kept from the collector of garbage, which works on afterwards."""
+"""Imported objects are exempt from garbage collection, which continues afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lightning_diloco.cli.local.collector import kept
 
 
-def test_what_a_block_makes_is_never_looked_at_again() -> None:
+def test_objects_of_the_block_are_exempt_from_collection() -> None:
     with kept():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]

@@ -1,4 +1,4 @@
-"""The state of a run as people see it."""
+"""The display of a run's state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_table_shows_the_run() -> None:
     assert "61.44k tokens, participation 97.5 %, goodput -" in text
 
 
-def test_a_run_that_has_not_begun_says_what_it_waits_for() -> None:
+def test_a_run_that_has_not_begun_shows_what_it_waits_for() -> None:
     (line,) = status_lines(status(state="waiting", learners=[], versions=[]), 1.0)
     assert line.endswith(" s  waiting for learners")
     assert "the first learner's parameters become the anchors" in drawn(status_view(status(state="seeding")))
@@ -107,27 +107,27 @@ def test_the_standby_is_shown_if_there_is_one(silent_s: float, records_behind: i
     assert "standby" not in drawn(status_view(status(standby=None)))
 
 
-def test_a_wait_says_for_whom_since_when_until_when_and_what_then() -> None:
+def test_a_wait_shows_its_subject_start_end_and_consequence() -> None:
     line = "fragment 3, round 17: waiting for l1 for 1.2 s, at most 0.4 s more; then: merge l0"
     assert list(wait_lines(status())) == [line]
 
 
-def test_a_wait_without_a_beginning_or_an_end_names_none() -> None:
+def test_a_wait_without_a_start_or_an_end_shows_none() -> None:
     (line,) = wait_lines(status(waits=[{**status()["waits"][0], "since_s": None, "until_s": None}]))
     assert line == "fragment 3, round 17: waiting for l1; then: merge l0"
 
 
-def test_a_run_that_waits_for_nobody_says_so() -> None:
+def test_a_run_without_waits_shows_that_it_waits_for_nobody() -> None:
     assert list(wait_lines(status(waits=[]))) == ["waiting for nobody"]
 
 
-def test_only_a_few_waits_are_drawn_live() -> None:
+def test_the_live_table_shows_only_a_few_waits() -> None:
     text = drawn(status_view(status(waits=status()["waits"] * 24), num_waits=2))
     assert text.count("fragment 3") == 2
     assert "and 22 more waits" in text
 
 
-def test_names_are_never_taken_for_markup() -> None:
+def test_names_are_not_interpreted_as_markup() -> None:
     learner = {**status()["learners"][0], "id": "[red]x"}
     view = status(learners=[learner])
     assert "[red]x" in drawn(status_view(view))
@@ -145,13 +145,13 @@ def test_lines_are_printed_once_a_period() -> None:
     assert stamps == ["0.0", "5.1"], "time of this command, whichever syncer answers"
 
 
-def test_a_silent_syncer_is_said() -> None:
+def test_a_silent_syncer_is_reported() -> None:
     console = Console(file=io.StringIO())
     Screen(console, live=False).show(None, "connection refused")
     assert console.file.getvalue() == "no answer from the syncer: connection refused\n"  # type: ignore[attr-defined]
 
 
-def test_the_live_table_is_drawn_and_what_is_said_stays() -> None:
+def test_the_live_table_is_drawn_and_messages_stay() -> None:
     console = Console(file=io.StringIO(), width=140, force_terminal=True, _environ={})
     with Screen(console, live=True) as screen:
         screen.show(status())
@@ -210,13 +210,13 @@ def test_a_long_run_is_summarized_in_large_units() -> None:
     assert cells(text, "received")[1] == "25 TB / 11 MB"
 
 
-def test_a_model_whose_samples_are_counted_has_no_perplexity() -> None:
+def test_a_run_that_counts_samples_has_no_perplexity() -> None:
     assert "perplexity" in drawn(summary_view({**SUMMARY, "eval_loss": 0.5}, Path("x")))
     for unit in ("samples", None):
         assert "perplexity" not in drawn(summary_view({**SUMMARY, "eval_loss": 0.5, "token_unit": unit}, Path("x")))
 
 
-def test_a_loss_that_can_be_no_nats_per_token_has_no_perplexity() -> None:
+def test_a_loss_that_is_too_large_for_nats_per_token_has_no_perplexity() -> None:
     assert "perplexity" not in drawn(summary_view({**SUMMARY, "eval_loss": 812.5}, Path("x")))
 
 

@@ -1,4 +1,4 @@
-"""Warnings of learners are shown once where the run is watched."""
+"""Warnings of learners are shown once on the display of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.cli.local.echo import Echo
 OURS = "/site-packages/lightning_diloco/strategy/data.py:177: "
 
 
-def test_a_warning_of_ours_is_said_once_whoever_repeats_it(tmp_path: Path) -> None:
+def test_a_warning_of_this_package_is_shown_once_for_all_learners(tmp_path: Path) -> None:
     logs = {name: tmp_path / name for name in ("l0", "l1")}
     logs["l0"].write_text(f"{OURS}of an earlier run\n")
     said: list[str] = []
@@ -29,8 +29,8 @@ def test_a_warning_of_ours_is_said_once_whoever_repeats_it(tmp_path: Path) -> No
     assert said == ["l0 warns: part 0 of 2", "l0 warns: the second half", "l1 warns: another"]
 
 
-def test_the_package_s_own_warnings_have_the_form_that_is_looked_for(tmp_path: Path) -> None:
-    """Lightning names the file that warns; were it another, nothing would be shown."""
+def test_warnings_of_this_package_have_the_expected_form(tmp_path: Path) -> None:
+    """Lightning's warning names the file. If it named another one, the warning would not be shown."""
     log, said = tmp_path / "log.txt", []
     echo = Echo({"l0": log}, said.append)
     code = compile("warn('nothing is split')", "/x/lightning_diloco/strategy/data.py", "exec")

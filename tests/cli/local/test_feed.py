@@ -1,4 +1,4 @@
-"""The latest state of a syncer is at hand, whether or not it answers."""
+"""The feed returns the latest state of a syncer, also while the syncer is silent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_diloco.errors import TransportError
 
 
 @pytest.mark.parametrize(("patience_s", "silent"), [(0.0, (None, "gone")), (60.0, ({"step": 1}, None))])
-def test_a_silence_becomes_a_problem_when_patience_ends_and_an_answer_ends_it(
+def test_a_silence_longer_than_the_patience_is_a_problem_until_the_next_answer(
     patience_s: float, silent: tuple[object, object]
 ) -> None:
     answers = iter([{"step": 1}, TransportError("gone"), {"step": 3}])
@@ -34,7 +34,7 @@ def test_a_silence_becomes_a_problem_when_patience_ends_and_an_answer_ends_it(
     assert seen[:4] == [(None, None), ({"step": 1}, None), silent, ({"step": 3}, None)]
 
 
-def test_a_syncer_that_does_not_answer_holds_up_nobody() -> None:
+def test_a_syncer_that_does_not_answer_does_not_block_the_caller() -> None:
     asked, released = threading.Event(), threading.Event()
 
     def fetch() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Children of a fleet are started, counted, given up and ended."""
+"""A fleet starts, restarts, gives up and stops its children."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Harness:
         return Command(name=name, argv=python(code), log_path=self.folder / name / "log.txt", **options)  # type: ignore[arg-type]
 
     def run(self, code: str, name: str = "l0") -> str:
-        """Start a child, wait for its end, and return what there is to say about it."""
+        """Start a child, wait for its end, and return the messages about it."""
         with self.fleet:
             self.fleet.start(self.command(code, name))
             until(lambda: self.fleet.outcome(name) != "running", self.fleet.watch)
@@ -62,7 +62,7 @@ class Harness:
 
     @contextmanager
     def ready(self, code: str) -> Iterator[Fleet]:
-        """The fleet, with one child that has said "ready"."""
+        """A fleet with one child that has printed "ready"."""
         with self.fleet:
             self.fleet.start(self.command(code))
             until(lambda: "ready" in self.log())
@@ -80,7 +80,7 @@ def test_a_child_that_ends_with_zero_is_finished_and_not_started_again(tmp_path:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
-def test_a_dying_child_is_started_again_as_often_as_allowed(tmp_path: Path, max_restarts: int) -> None:
+def test_a_dying_child_is_restarted_up_to_the_limit(tmp_path: Path, max_restarts: int) -> None:
     harness = Harness(tmp_path, max_restarts)
     said = harness.run("print('try'); raise SystemExit(7)")
     assert harness.fleet.outcome("l0") == "gave up"
@@ -96,7 +96,7 @@ def test_giving_up_shows_the_signal_and_the_end_of_the_log(tmp_path: Path) -> No
     assert f"the whole log: {tmp_path / 'l0' / 'log.txt'}" in said
 
 
-def test_a_wrong_command_line_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_child_with_a_wrong_command_line_is_not_restarted(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_restarts=3)
     said = harness.run("print('usage: ...'); raise SystemExit(2)")
     assert harness.log() == "usage: ...\n"
@@ -104,7 +104,7 @@ def test_a_wrong_command_line_is_not_tried_again(tmp_path: Path) -> None:
     assert "    usage: ...\n" in said
 
 
-def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_against_it(tmp_path: Path) -> None:
+def test_a_restart_after_a_preemption_does_not_count_towards_the_limit(tmp_path: Path) -> None:
     once = f"from pathlib import Path; p = Path({str(tmp_path / 'once')!r}); first = not p.exists(); p.touch(); "
     harness = Harness(tmp_path, max_restarts=0)
     said = harness.run(once + "raise SystemExit(143 if first else 0)")
@@ -115,7 +115,7 @@ def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_agai
     ("ends", "said"),
     [("raise SystemExit(7)", "after the end of its training; it is not started again"), (KILLED, "; restart 1 of 1")],
 )
-def test_a_child_that_fails_when_its_work_is_done_is_not_started_again(tmp_path: Path, ends: str, said: str) -> None:
+def test_a_child_that_fails_after_its_work_is_done_is_not_restarted(tmp_path: Path, ends: str, said: str) -> None:
     done = tmp_path / "done"
     harness = Harness(tmp_path, max_restarts=1)
     with harness.fleet as fleet:
@@ -125,7 +125,7 @@ def test_a_child_that_fails_when_its_work_is_done_is_not_started_again(tmp_path:
     assert said in harness.said[0]
 
 
-def test_what_an_earlier_run_has_done_counts_for_nothing(tmp_path: Path) -> None:
+def test_a_done_file_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
     (done := tmp_path / "done").touch()
     harness = Harness(tmp_path, max_restarts=1)
     with harness.fleet as fleet:
@@ -154,7 +154,7 @@ def test_a_spare_takes_over_from_a_child_that_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_without_its_spare_a_child_is_started_as_ever(tmp_path: Path) -> None:
+def test_a_child_without_a_spare_is_started_normally(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_restarts=9)
     once, gone = str(tmp_path / "once"), str(tmp_path / "gone")
     child = (
@@ -178,7 +178,7 @@ def test_a_spare_ends_with_its_child(tmp_path: Path) -> None:
         assert not is_alive(int(harness.log()))
 
 
-def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
+def test_processes_that_a_dead_child_left_are_killed(tmp_path: Path) -> None:
     leaver = (
         f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}]); "
         "print(child.pid); raise SystemExit(7)"
@@ -188,7 +188,7 @@ def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
     until(lambda: not is_running(int(harness.log())))
 
 
-def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
+def test_stop_sends_sigterm_to_a_child(tmp_path: Path) -> None:
     obedient = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('asked'), sys.exit(0)))\n"
         "print('ready', flush=True)\ntime.sleep(60)"
@@ -204,7 +204,7 @@ def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
     assert harness.said == []
 
 
-def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
+def test_stop_kills_a_child_that_does_not_end(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     with harness.ready(STUBBORN) as fleet:
         pid = fleet.pid("l0")
@@ -213,7 +213,7 @@ def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
     assert "l0: still running 0.05 s after SIGTERM; killed" in harness.said
 
 
-def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
+def test_stop_does_not_wait_when_no_time_is_left(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     asked = iter([False, False])
     with harness.ready(STUBBORN) as fleet:
@@ -221,7 +221,7 @@ def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
     assert harness.said == ["l0: second signal; killed"]
 
 
-def test_only_the_child_itself_is_asked_to_end_not_the_processes_it_started(tmp_path: Path) -> None:
+def test_sigterm_goes_only_to_the_child_and_not_to_its_own_children(tmp_path: Path) -> None:
     parent = (
         "import signal, subprocess, sys\n"
         f"child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}])\n"
@@ -263,7 +263,7 @@ def test_a_child_sees_the_environment_of_its_command_and_a_default_sigint(tmp_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
-def test_killing_us_leaves_no_child(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_child(tmp_path: Path) -> None:
     argv = python(f"print('ready', flush=True); {SLEEP}")
     starter = f"""
 import time
@@ -283,7 +283,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(("code", "words"), [(3, "exit code 3"), (-15, "signal SIGTERM"), (-200, "signal 200")])
-def test_an_exit_is_described_in_words(code: int, words: str) -> None:
+def test_an_exit_code_is_described(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
@@ -318,7 +318,7 @@ def test_the_last_words_of_a_process_are_its_exception(tmp_path: Path, said: str
     assert last_words(log) == words
 
 
-def test_what_an_earlier_process_wrote_is_not_blamed(tmp_path: Path) -> None:
+def test_the_output_of_an_earlier_process_is_not_reported_as_the_cause(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_restarts=1)
     log = harness.command("").log_path
     log.parent.mkdir()
@@ -328,7 +328,7 @@ def test_what_an_earlier_process_wrote_is_not_blamed(tmp_path: Path) -> None:
     assert "yesterday" not in said
 
 
-def test_a_child_that_has_done_all_and_is_slow_to_end_is_not_called_killed(tmp_path: Path) -> None:
+def test_a_child_that_is_done_but_slow_to_exit_is_not_reported_as_killed(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     log = tmp_path / "l0" / "log.txt"
     with harness.fleet as fleet:

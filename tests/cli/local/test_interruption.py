@@ -1,4 +1,4 @@
-"""Signals that ask to end are noted, and nothing else happens: the first in good order, another one at once."""
+"""Termination signals are recorded: the first one requests a clean shutdown, a second one an immediate end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_diloco.cli.local.interruption import SAME_S, Interruption
 
 @pytest.fixture
 def _terminal() -> Iterator[None]:
-    """A process that was not started under nohup, whatever started the tests."""
+    """Undo the effect of nohup, if the tests run under it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -34,7 +34,7 @@ def test_the_first_signal_is_noted_and_handlers_are_put_back(number: signal.Sign
 
 
 @pytest.mark.parametrize(("after_s", "is_urgent"), [(SAME_S / 2, False), (SAME_S * 2, True)])
-def test_another_signal_is_urgent_unless_it_is_the_same_one_again(after_s: float, is_urgent: bool) -> None:
+def test_a_second_signal_is_urgent_unless_it_repeats_the_first(after_s: float, is_urgent: bool) -> None:
     now_s = 100.0
     with Interruption(lambda: now_s) as interruption:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -27,12 +27,12 @@ def test_a_small_model_fits() -> None:
 
 
 @pytest.mark.seconds
-def test_a_model_whose_tokenizer_has_to_be_fetched_first_is_not_looked_at() -> None:
+def test_a_model_whose_tokenizer_needs_a_download_is_not_checked() -> None:
     check(TINY, 1, "--data.init_args.tokenizer", "nobody/nothing")
 
 
 @pytest.mark.seconds
-def test_twelve_billion_parameters_are_refused_in_the_words_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twelve_billion_parameters_are_refused_with_the_items_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "memory_here", lambda: 64 << 30)
     with pytest.raises(ConfigError) as caught:
         check(RECIPES / "gemma" / "12b-8gpu.yaml", 2, "--trainer.accelerator=cpu", "--trainer.devices=1")
@@ -52,7 +52,7 @@ def test_every_learner_on_the_machine_counts(monkeypatch: pytest.MonkeyPatch) ->
         check(TINY, 3)
 
 
-def test_a_container_has_what_it_may_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_memory_limit_of_a_container_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
     physical = memory_check.memory_here()
@@ -62,7 +62,9 @@ def test_a_container_has_what_it_may_have(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert memory_check.memory_here() == 1 << 20
 
 
-def test_a_learner_asks_before_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_learner_checks_memory_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(memory_check, "memory_here", lambda: 1000)
     monkeypatch.setattr(sys, "argv", ["fit", "--local", "2", str(TINY)])
     assert fit.main() == 2

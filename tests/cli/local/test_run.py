@@ -49,7 +49,7 @@ name = os.environ["DILOCO_LEARNER"]
 """
 FINISH = LEARNER + "(run_dir / f'done-{name}').touch()"
 SLEEP = LEARNER + "import time; time.sleep(60)"
-# A process that has ended has no program, whether or not its parent has looked.
+# A process that has ended has no program, whether or not its parent has reaped it.
 OUTLIVE = (
     FINISH
     + """
@@ -75,7 +75,7 @@ def plan(run_dir: Path, learner: str, syncer: str = SYNCER, **options: Any) -> P
 
 
 def run(this: Plan, learners: list[dict[str, Any]] | None = None, answers_after: str = "") -> tuple[Ended, str]:
-    """Execute a plan; the syncer is said to know these learners, and to answer once this text is printed."""
+    """Execute a plan; the fake syncer knows these learners, and answers once this text is printed."""
     said = io.StringIO()
 
     def fetch() -> dict[str, Any]:
@@ -112,14 +112,16 @@ def test_a_learner_that_gives_up_lets_the_others_finish_but_the_run_fails(tmp_pa
 
 
 @pytest.mark.parametrize(("dies", "exit_code"), [("os.kill(os.getpid(), 9)", 0), ("raise ValueError", 1)])
-def test_who_dies_after_the_end_of_the_run_is_not_started_again(tmp_path: Path, dies: str, exit_code: int) -> None:
+def test_a_learner_that_dies_after_the_end_of_the_run_is_not_restarted(
+    tmp_path: Path, dies: str, exit_code: int
+) -> None:
     ended, said = run(plan(tmp_path, OUTLIVE + dies, linger_s=10.0, max_restarts=9), [{"id": "l0", "phase": "left"}])
     assert (ended.exit_code, ended.summary) == (exit_code, {"status": "finished"})
     assert "after the end of syncer" in said
     assert "restart 1" not in said
 
 
-def test_a_run_is_over_if_its_scripts_did_not_take_part(tmp_path: Path) -> None:
+def test_a_run_ends_if_its_scripts_did_not_take_part(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, LEARNER, linger_s=1e9))
     assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
     assert "no learner took part" in said
@@ -141,14 +143,14 @@ def test_a_run_whose_learners_are_all_refused_is_refused_unless_one_took_part(tm
     assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
 
 
-def test_learners_that_came_and_went_unseen_took_part(tmp_path: Path) -> None:
+def test_learners_that_joined_and_left_between_two_polls_took_part(tmp_path: Path) -> None:
     trained = LEARNER + "(run_dir / 'learners' / name / 'finished').touch(); (run_dir / f'done-{name}').touch()"
-    ended, said = run(plan(tmp_path, trained, linger_s=10.0))  # the syncer was asked before anybody came
+    ended, said = run(plan(tmp_path, trained, linger_s=10.0))  # the syncer answered before any learner joined
     assert ended == Ended(exit_code=0, summary={"status": "finished"})
     assert "no learner took part" not in said
 
 
-def test_nobody_waits_for_the_summary_of_learners_that_all_failed(tmp_path: Path) -> None:
+def test_a_run_whose_learners_all_failed_does_not_wait_for_the_summary(tmp_path: Path) -> None:
     ended, _ = run(plan(tmp_path, LEARNER + "raise ValueError", linger_s=1e9), [{"id": "l0", "phase": "stepping"}])
     assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
 
@@ -161,14 +163,14 @@ def test_learners_from_elsewhere_keep_the_run_going(tmp_path: Path) -> None:
     assert ended == Ended(exit_code=1, summary={"status": "finished"})
 
 
-def test_a_syncer_that_does_not_come_up_is_shown_with_its_log(tmp_path: Path) -> None:
+def test_a_syncer_that_does_not_start_is_shown_with_its_log(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, FINISH, syncer="raise SystemExit('the disk is full')"))
     assert ended == Ended(exit_code=1, summary=None)
     assert "    the disk is full" in said
     assert not list(tmp_path.glob("learners/*"))
 
 
-def test_a_syncer_that_writes_no_join_file_is_not_waited_for_forever(tmp_path: Path) -> None:
+def test_the_wait_for_a_join_file_is_limited(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, FINISH, syncer="import time; time.sleep(60)", open_s=0.0))
     assert ended.exit_code == 1
     assert f"did not write {tmp_path / 'join'}" in said.replace("\n", " ")
@@ -201,14 +203,14 @@ def test_learners_that_failed_before_they_took_part_are_not_told_about_the_strat
     assert "Trainer(" not in said
 
 
-def test_a_script_without_the_strategy_is_told_so(tmp_path: Path) -> None:
+def test_a_script_without_the_strategy_gets_a_message(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, LEARNER, linger_s=1e9), [])
     assert ended.exit_code == 1
     assert 'Trainer(strategy="decoupled_diloco")' in said
 
 
 @pytest.mark.parametrize(("threads", "wanted"), [(None, "1"), (5, "5")])
-def test_threads_are_divided_unless_given(
+def test_cores_are_divided_unless_threads_are_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int | None, wanted: str
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -235,7 +237,7 @@ def test_threads_of_the_environment_are_kept(tmp_path: Path, monkeypatch: pytest
         (STUBBORN, signal.SIGINT, 130, 600.0),
     ],
 )
-def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again(
+def test_an_interrupted_run_ends_its_learners_first_and_at_once_after_a_second_signal(
     tmp_path: Path, prefix: str, number: signal.Signals, exit_code: int, grace_s: float
 ) -> None:
     syncer = SYNCER.replace("signal.signal(signal.SIGTERM, end)", STUBBORN) if prefix else SYNCER
@@ -267,13 +269,13 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
 
 
 def _is_pending(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has not taken note of a signal yet."""
+    """Return whether a process has not handled a signal yet."""
     pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return pending is not None and bool(int(pending[1], 16) >> (number - 1) & 1)
 
 
 def drive(run_dir: str, learner: str, syncer: str, grace_s: float | None) -> None:
-    """What the interrupted process does."""
+    """Run the interrupted process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent again, it may come after the end of the run
     ended, said = run(plan(Path(run_dir), learner, syncer, grace_s=grace_s), [{"id": "l0", "phase": "stepping"}])
     print(said)

@@ -1,4 +1,4 @@
-"""A syncer that is kept ready becomes one when it is told to, and goes when nobody needs it."""
+"""A spare syncer process becomes the syncer on request, and exits when it is no longer needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lightning_diloco.cli.local import spare
 
 
-def test_only_a_module_can_be_imported_ahead_of_need() -> None:
+def test_only_a_module_can_have_a_spare() -> None:
     words = (sys.executable, "-m", "a.module", "--option", "1")
     assert spare.argv(words) == (sys.executable, "-m", "lightning_diloco.cli.local.spare", *words[2:])
     assert spare.argv((sys.executable, "script.py")) == ()
@@ -18,7 +18,7 @@ def test_only_a_module_can_be_imported_ahead_of_need() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("told", "says"), [("\n", "usage: diloco syncer"), ("", "")])
-def test_it_goes_on_as_the_module_when_it_is_told_to(told: str, says: str) -> None:
+def test_a_spare_continues_as_the_module_on_request(told: str, says: str) -> None:
     argv = spare.argv((sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--help"))
     ended = subprocess.run(argv, input=told, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

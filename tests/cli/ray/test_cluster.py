@@ -1,4 +1,4 @@
-"""What a node lacks is found on the node, and what a cluster lacks by counting."""
+"""Checks of nodes and of the resources of a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def problems(run_dir: Path, **changed: str) -> list[str]:
     return cluster._problems_here(str(run_dir), **told)
 
 
-def test_a_node_that_sees_all_lacks_nothing_and_keeps_nothing(run_dir: Path) -> None:
+def test_a_complete_node_has_no_problems_and_no_leftover_files(run_dir: Path) -> None:
     assert problems(run_dir) == []
     assert [path.name for path in (run_dir / FOLDER).iterdir()] == ["token"]
 
@@ -40,12 +40,12 @@ def test_a_node_that_sees_all_lacks_nothing_and_keeps_nothing(run_dir: Path) -> 
         ({"version": "9.9"}, f"has lightning_diloco {__version__}, not 9.9"),
     ],
 )
-def test_what_a_node_lacks_is_said(run_dir: Path, changed: dict[str, str], said: str) -> None:
+def test_problems_of_a_node_are_named(run_dir: Path, changed: dict[str, str], said: str) -> None:
     (found,) = problems(run_dir, **changed)
     assert said in found
 
 
-def test_a_run_directory_that_is_only_here_is_found(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_not_shared_is_detected(tmp_path: Path) -> None:
     (found,) = problems(tmp_path)
     assert "is not shared with it (No such file or directory)" in found
 
@@ -92,7 +92,7 @@ def test_a_syncer_and_all_learners_must_fit(
             cluster.check_room({"CPU": 1, **({"GPU": 2} if "GPU" in have[0] else {})}, num_learners)
 
 
-def test_the_message_says_what_is_missing_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_names_needed_and_available_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     with_nodes(monkeypatch, {"CPU": 16, "GPU": 8}, {"CPU": 4})
     with pytest.raises(ConfigError) as found:
         cluster.check_room({"CPU": 1, "GPU": 8}, 2)

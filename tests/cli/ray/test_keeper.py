@@ -1,4 +1,4 @@
-"""Keepers run the process of their order, leave it to newer ones, and belong to nobody. Ray is not needed for that."""
+"""A keeper runs the process of its order, and leaves it to a newer keeper. These tests do not need Ray."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.seconds
-def test_a_process_that_finishes_is_reported_and_nothing_is_left(place: Place) -> None:
+def test_a_process_that_finishes_is_reported_and_leaves_no_process(place: Place) -> None:
     place.order("import os; print(os.environ['DILOCO_HOST'])")
     place.start("a")
     until(lambda: place.desk.ended("a"))
@@ -103,7 +103,7 @@ def test_a_keeper_outlives_its_starter_in_a_session_of_its_own(place: Place) -> 
 
 
 @pytest.mark.seconds
-def test_a_process_that_dies_is_started_again_for_ever(place: Place, tmp_path: Path) -> None:
+def test_a_process_that_dies_is_restarted_without_limit(place: Place, tmp_path: Path) -> None:
     tries = str(tmp_path / "tries")
     count = f"print('x', file=open({tries!r}, 'a'))\nnumber = len(open({tries!r}).readlines())"
     place.order(f"{count}\nraise SystemExit(3 if number < 5 else 0)")
@@ -112,28 +112,28 @@ def test_a_process_that_dies_is_started_again_for_ever(place: Place, tmp_path: P
     assert place.said == [*(f"l0 died (exit code 3); restart {k}" for k in (1, 2, 3, 4)), "l0 finished"]
 
 
-def test_a_wrong_command_line_is_not_tried_again(place: Place) -> None:
+def test_a_process_with_a_wrong_command_line_is_not_restarted(place: Place) -> None:
     place.order("raise SystemExit(2)")
     place.start("a")
     until(lambda: place.desk.ended("a") == "refused")
     assert "exit code 2" in place.said[0]
 
 
-def test_an_order_to_leave_is_followed_in_good_order(place: Place) -> None:
+def test_an_order_to_leave_lets_the_process_leave_cleanly(place: Place) -> None:
     place.run(OBEDIENT)
     place.order(OBEDIENT, wish="leave", within_s=DEADLINE_S)
     until(lambda: place.desk.ended("a") == "stopped")
     assert [line.split()[0] for line in place.log.splitlines()] == ["began", "left"]
 
 
-def test_an_order_to_kill_is_followed_at_once(place: Place) -> None:
+def test_an_order_to_kill_kills_the_process_at_once(place: Place) -> None:
     place.run(STUBBORN)
     place.order(STUBBORN, wish="leave", within_s=600.0)
     place.order(STUBBORN, wish="kill", within_s=600.0)
     until(lambda: place.desk.ended("a") == "stopped")
 
 
-def test_a_process_that_was_told_to_leave_before_it_began_is_not_started(place: Place) -> None:
+def test_an_order_to_leave_before_the_start_starts_no_process(place: Place) -> None:
     place.order(OBEDIENT, wish="leave")
     place.start("a")
     until(lambda: place.desk.ended("a") == "stopped")
@@ -141,7 +141,7 @@ def test_a_process_that_was_told_to_leave_before_it_began_is_not_started(place: 
 
 
 @pytest.mark.seconds
-def test_the_newest_keeper_has_the_process_and_the_older_one_leaves_first(place: Place) -> None:
+def test_the_newest_keeper_runs_the_process_after_the_older_one_has_left(place: Place) -> None:
     place.run(OBEDIENT)
     place.start("b")
     until(lambda: place.log.count("began") == 2)
@@ -168,7 +168,7 @@ def test_killing_a_keeper_leaves_no_process(place: Place) -> None:
 
 
 @pytest.mark.seconds
-def test_a_keeper_that_is_asked_to_end_leaves_and_reports_no_end(place: Place) -> None:
+def test_a_keeper_after_sigterm_leaves_and_reports_no_end(place: Place) -> None:
     place.run(OBEDIENT)
     place.keepers[0].send_signal(signal.SIGTERM)
     until(lambda: not place.keepers)

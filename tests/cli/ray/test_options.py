@@ -1,4 +1,4 @@
-"""What is wrong on the command line is said before Ray is asked, all at once."""
+"""All problems of the command line are reported at once, before Ray is used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--engine ray --learners 1 --threads 0", "--threads 0: must be at least 1"),
     ],
 )
-def test_a_wrong_line_is_refused_before_anything_is_made(
+def test_a_wrong_command_line_is_refused_before_anything_is_created(
     line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "train.py", *line.split()]) == 2
@@ -52,7 +52,7 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ("text", "found"),
     [(None, {"CPU": 1}), ('{"GPU": 8}', {"CPU": 1, "GPU": 8}), ('{"CPU": 4.5}', {"CPU": 4.5})],
 )
-def test_a_learner_needs_a_core_at_least(text: str | None, found: dict[str, float]) -> None:
+def test_a_learner_needs_at_least_one_core(text: str | None, found: dict[str, float]) -> None:
     assert needs(text) == found
 
 
@@ -63,7 +63,9 @@ def test_a_learner_needs_a_core_at_least(text: str | None, found: dict[str, floa
         ("scale run 2", "no `diloco run --engine ray` runs in run"),
     ],
 )
-def test_only_a_running_run_is_scaled(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_running_run_can_be_scaled(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").mkdir()
     assert main(line.split()) == 2
     assert said in capsys.readouterr().err

@@ -60,7 +60,7 @@ class Site:
         return self.cluster.add_node(num_cpus=num_cpus)
 
     def node_of(self, name: str) -> Any:
-        """The node of a process."""
+        """Return the node of a process."""
         (keeper,) = self.keepers(name)
         raylet = int(keeper.environ()["RAY_RAYLET_PID"])
         return next(node for node in self.cluster.worker_nodes if raylet == raylet_of(node))
@@ -109,14 +109,14 @@ class Site:
         self.until(lambda: self.status()["num_commits"] >= wanted, f"{wanted} commits")
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Those with these words on their command line or in their environment."""
+        """Return the processes with these words in their command line or environment."""
         return [p for p in psutil.process_iter(["cmdline"]) if {*words} <= {*(p.info["cmdline"] or ())}]
 
     def keepers(self, name: str) -> list[psutil.Process]:
         return self.processes("lightning_diloco.cli.ray.keeper", str(self.run_dir), name)
 
     def pids(self) -> dict[str, list[int]]:
-        """The processes that keepers have started, by name."""
+        """Return the pids of the processes that keepers have started, by name."""
         names = ("syncer", "l0", "l1")
         return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in names}
 
@@ -124,14 +124,14 @@ class Site:
         return sum(it["event"] == "began" for it in Desk(self.run_dir, name).events()[0])
 
     def lose(self, node: Any, *names: str) -> None:
-        """Lose the machine of these processes."""
+        """Simulate the loss of the machine of these processes."""
         self.cluster.remove_node(node, allow_graceful=False)
         for name in names:
             for keeper in self.keepers(name):
                 keeper.kill()
 
     def lose_head(self) -> None:
-        """Lose the head, and so the raylets of all nodes."""
+        """Simulate the loss of the head, and so of the raylets of all nodes."""
         raylets = [psutil.Process(raylet_of(node)) for node in self.cluster.worker_nodes]
         self.orphans = [child for raylet in raylets for child in raylet.children(recursive=True)]
         self.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
@@ -139,7 +139,7 @@ class Site:
         assert not alive
 
     def end(self) -> dict[str, Any]:
-        """Let the learners finish; returns the summary of an exact run."""
+        """Let the learners finish; return the summary of an exact run."""
         assert self.driver is not None
         (self.folder / "stop").touch()
         said, _ = self.driver.communicate(timeout=WITHIN_S)
@@ -154,7 +154,7 @@ class Site:
         return summary
 
     def leaves(self) -> list[tuple[str, str]]:
-        """Who left, and why."""
+        """Return the learners that left, with their reasons."""
         told = read_tape(self.run_dir / "tape" / "events.jsonl")
         return [(it["learner"], it["reason"]) for it in told if it["event"] == "leave"]
 
@@ -186,7 +186,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         site.close()
 
 
-def test_the_machine_of_a_learner_is_lost_and_it_goes_on_elsewhere(site: Site) -> None:
+def test_a_learner_whose_machine_is_lost_continues_elsewhere(site: Site) -> None:
     site.add(1), site.add(1)
     site.start(1)
     site.until_train("l0")
@@ -200,7 +200,7 @@ def test_the_machine_of_a_learner_is_lost_and_it_goes_on_elsewhere(site: Site) -
     assert summary["joins"] == 2
 
 
-def test_a_learner_whose_node_is_lost_but_whose_machine_is_not_leaves_before_it_goes_on_elsewhere(site: Site) -> None:
+def test_a_learner_whose_raylet_is_lost_leaves_before_it_continues_elsewhere(site: Site) -> None:
     site.add(1), site.add(1)
     site.start(1)
     site.until_train("l0")
@@ -216,7 +216,7 @@ def test_a_learner_whose_node_is_lost_but_whose_machine_is_not_leaves_before_it_
     assert summary["joins"] == 2
 
 
-def test_the_machine_of_the_syncer_is_lost_and_rounds_go_on_when_it_is_back(site: Site) -> None:
+def test_rounds_continue_after_the_machine_of_the_syncer_is_lost(site: Site) -> None:
     site.add(1), site.add(1), site.add(1)
     site.start(2)
     site.until_train("l0", "l1")
@@ -234,7 +234,7 @@ def test_the_machine_of_the_syncer_is_lost_and_rounds_go_on_when_it_is_back(site
     assert summary["joins"] == 2
 
 
-def test_the_head_is_lost_and_training_goes_on_to_the_end(site: Site) -> None:
+def test_training_continues_to_the_end_after_the_head_is_lost(site: Site) -> None:
     site.add(2), site.add(1)
     site.start(2)
     site.until_train("l0", "l1")
@@ -273,7 +273,7 @@ def test_a_run_whose_diloco_run_was_killed_is_taken_over(site: Site, capsys: pyt
     assert not site.keepers("l0") + site.keepers("syncer")
 
 
-def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
+def test_learners_are_added_and_removed_and_ctrl_c_ends_all_cleanly(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.add(3)
@@ -300,7 +300,7 @@ def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
     assert_recorded_exactly(site.run_dir)
 
 
-def test_what_a_cluster_lacks_is_said_before_anything_starts(site: Site) -> None:
+def test_missing_resources_are_named_before_anything_starts(site: Site) -> None:
     site.add(3)
     site.cluster.wait_for_nodes()
     words = ("run", "train.py", "--engine", "ray", "--run-dir", "run", "--learners", 2, "--no-page", "--address")
@@ -315,7 +315,7 @@ def test_what_a_cluster_lacks_is_said_before_anything_starts(site: Site) -> None
     assert "no Ray head answers there" in ended.stderr
 
 
-def test_a_run_that_finds_no_room_says_so_and_leaves_nothing_when_it_is_ended(site: Site) -> None:
+def test_a_run_without_free_resources_reports_it_and_leaves_nothing_at_its_end(site: Site) -> None:
     site.add(1), site.add(1)
     site.cluster.wait_for_nodes()
     with connected(site.cluster.address):
@@ -334,7 +334,7 @@ def test_a_run_that_finds_no_room_says_so_and_leaves_nothing_when_it_is_ended(si
 
 
 class Taken:
-    """Holds a CPU."""
+    """An actor that holds a CPU."""
 
 
 def test_without_an_address_a_cluster_of_this_machine_is_started_and_ended(tmp_path: Path) -> None:
