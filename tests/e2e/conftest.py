@@ -1,4 +1,4 @@
-"""Real processes: each in a process group of its own, none of which outlives its test."""
+"""Real processes, each in its own process group; none of them outlives its test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 180.0
 
 
 def until(condition: Callable[[], Any], what: str, processes: Processes | None = None) -> Any:
-    """Wait for something true, and return it; a syncer that is too busy to answer is asked again."""
+    """Wait until a call returns a true value, and return it; a call to a busy syncer is repeated."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not (found := _if_reached(condition)):
         logs = processes.logs() if processes and time.monotonic() >= deadline_s else ""
@@ -70,7 +70,7 @@ class Processes:
         return process
 
     def syncer(self, expect: int | None = None, **options: object) -> subprocess.Popen[bytes]:
-        """Start it, and wait until it can be joined."""
+        """Start the syncer, and wait until it can be joined."""
         join = self.run_dir / "join"
         before = join.stat().st_mtime_ns if join.exists() else None
         given = json.dumps({"expect": expect, **options})
@@ -87,13 +87,13 @@ class Processes:
         verdict: Path | None = None,
         **env: str,
     ) -> subprocess.Popen[bytes]:
-        """Start it.
+        """Start a learner.
 
         Args:
-            name: of the learner.
-            through: a bad network, on which it gives a call up after `deadline_s`.
+            name: learner id.
+            through: a bad network; calls on it have the deadline `deadline_s`.
             deadline_s: see `through`.
-            verdict: a file for which it waits before it says what the final anchor is worth.
+            verdict: a file that it waits for before it reports the loss of the final anchor.
             env: environment variables.
         """
         address, patience = self.address, ()
@@ -108,26 +108,26 @@ class Processes:
         return self.start(name, HERE / "learner.py", *arguments, *patience, **env)
 
     def alone(self, **changed: object) -> subprocess.Popen[bytes]:
-        """A learner that nobody told of a run."""
+        """Start a learner without a run to join."""
         options = json.dumps({"sync_every": 12, "num_fragments": 4, "lease_s": 3.0, **changed})
         arguments = ("--out", self.root / "alone.json", "--until", self.stop_file, "--options", options)
         return self.start("alone", HERE / "learner.py", *arguments)
 
     def trainer(self, name: str, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
-        """A Trainer, alone unless DILOCO_JOIN leads somewhere; rank r writes <name>.<r>.json."""
+        """Start a Trainer, alone unless DILOCO_JOIN is set; rank r writes <name>.<r>.json."""
         (self.root / name).mkdir()
         return self.start(name, HERE / "trainer.py", "--out", self.root / name / "held", *arguments, **env)
 
     def ranks_held(self, name: str) -> list[dict[str, Any]]:
-        """What the ranks of a Trainer held at its end."""
+        """Return the values that the ranks of a Trainer held at its end."""
         return [json.loads(path.read_text()) for path in sorted((self.root / name).glob("held.*.json"))]
 
     def held(self, name: str) -> dict[str, Any]:
-        """What a learner held at its end."""
+        """Return the values that a learner held at its end."""
         return json.loads((self.root / f"{name}.json").read_text())
 
     def status(self) -> dict[str, Any]:
-        """Of the syncer; one that is being restored is asked again."""
+        """Return the status of the syncer; wait while it is being restored."""
         connection, until_s = FlightConnection(self.address), time.monotonic() + DEADLINE_S
         try:
             while True:
@@ -143,7 +143,7 @@ class Processes:
         return read_join_file(self.run_dir / "join")
 
     def until_commits(self, more: int) -> dict[str, Any]:
-        """Wait until so many more fragments were committed; returns the status then."""
+        """Wait for this number of further commits; return the status then."""
         wanted = self.status()["num_commits"] + more
         return until(lambda: (s := self.status())["num_commits"] >= wanted and s, f"{wanted} commits", self)
 
@@ -154,7 +154,7 @@ class Processes:
         return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.root.glob("*.log")))
 
     def end(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for the end of a process; return its exit code."""
         until(lambda: process.poll() is not None, "the end of a process", self)
         assert process.returncode is not None
         if process.returncode:

@@ -1,4 +1,4 @@
-"""A small engine, which keeps the contract of `recipes/launch/README.md` and knows nothing else."""
+"""A small engine that follows the contract of `recipes/launch/README.md`, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-FOR_EVER_BUT = (0, 2)  # exit codes after which a process is not started again
+FOR_EVER_BUT = (0, 2)  # exit codes after which a process is not restarted
 
 
 class Engine:
-    """Starts commands, each in a process group of its own, and starts them again for ever.
+    """Starts commands, each in its own process group, and restarts them without limit.
 
     Args:
-        folder: where they run and write `NAME.log`.
+        folder: folder in which they run and write `NAME.log`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Engine:
             )
 
     def look(self) -> bool:
-        """Start again what has died; return whether all have ended for good."""
+        """Restart processes that have died; return whether all have ended for good."""
         for name, process in self._processes.items():
             if process.poll() is not None and self.codes.get(name, [None])[-1] not in FOR_EVER_BUT:
                 self.codes.setdefault(name, []).append(process.returncode)
@@ -43,20 +43,20 @@ class Engine:
         return all(self.codes.get(name, [None])[-1] in FOR_EVER_BUT for name in self._commands)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a process has ended, without starting anything again."""
+        """Return whether a process has ended; restarts nothing."""
         return self._processes[name].poll() is not None
 
     def preempt(self, name: str) -> None:
-        """Ask for a good end."""
+        """Send SIGTERM."""
         self._processes[name].terminate()
 
     def kill(self, name: str) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and its process group."""
         os.killpg(self._processes[name].pid, signal.SIGKILL)
         self._processes[name].wait()
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill all processes that still run."""
         self._commands.clear()
         for name, process in self._processes.items():
             if process.poll() is None:

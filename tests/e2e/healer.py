@@ -1,4 +1,5 @@
-"""A learner of several ranks that notes where its steps begin and end: moments, rates, random numbers, samples.
+"""A learner of several ranks that records the state at the start and end of steps: moments, rates, random numbers,
+samples.
 
 Each rank appends to OUT.<rank>.jsonl, one line a step.
 """
@@ -29,7 +30,7 @@ from tests.quiet import QUIET
 
 
 def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """The first layer is, so that the last belongs to the root."""
+    """Return True for the first layer, so that the last layer belongs to the root."""
     return recurse or (isinstance(module, nn.Linear) and module.in_features == WIDTH)
 
 
@@ -67,13 +68,13 @@ class Noisy(L.LightningModule):
         self.note("ended", batch)
 
     def note(self, at: str, batch: list[torch.Tensor]) -> None:
-        """Append a line; a checkpoint is taken after the one, and given back before the other."""
+        """Append a line. A checkpoint is taken after a line of an end, and restored before a line of a start."""
         told = {"pid": os.getpid(), "at": at, "step": self.trainer.global_step, "samples": batch[0].tolist()}
         with Path(f"{self.out}.{self.global_rank}.jsonl").open("a") as notes:
             print(json.dumps({**told, **self.held()}), file=notes)
 
     def held(self) -> dict[str, Any]:
-        """What this rank holds besides the parameters."""
+        """Return the state of this rank other than the parameters."""
         optimizer = self.trainer.optimizers[0]
         state = optimizer.state_dict()["state"]
         moments = [value for values in state.values() for _, value in sorted(values.items())]

@@ -1,9 +1,9 @@
-"""Learners of one run contribute after the same step, whichever of them is there first.
+"""Learners of one run contribute after the same step, in any order of arrival.
 
-1. The round that opens for the first is told to all at once: who is a step behind would contribute a step earlier. So
-   what is told is heard when this learner is due, too; a network may be as slow.
-2. Rounds wait only for learners that have made a step. After its first one, a learner waits for a file that says that
-   all of them have.
+1. A round is announced to all learners when the first one asks for it. A learner that is a step behind would contribute
+   a step earlier. So an announcement is handled when this learner is due, too; a slow network has the same effect.
+2. Rounds wait only for learners that have made a step. After its first step, a learner waits for a file that appears
+   when all learners have made one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GO_S = 180.0
 
 
 class InStep(Callback):
-    """For learners that are paced, see trainer.py.
+    """For paced learners, see trainer.py.
 
     Args:
         go: the file.

@@ -1,4 +1,4 @@
-"""A learner as a process: a toy model, the real link. Writes what it held at the end to the file named by --out."""
+"""A learner process with a small model and the real link. It writes its final values to the file named by --out."""
 
 from __future__ import annotations
 

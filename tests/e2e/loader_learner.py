@@ -1,6 +1,6 @@
-"""A learner with a loader of its own that torch shuffles, in one process or several. Each rank notes what it trains on.
+"""A learner with its own loader, shuffled by torch, in one process or several. Each rank records its samples.
 
-Rank r appends to OUT.<r>.jsonl, one line a step, before any of it can be merged.
+Rank r appends one line per step to OUT.<r>.jsonl, before the step can be merged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.quiet import QUIET
 
 
 class Numbers(Dataset[tuple[torch.Tensor, int]]):
-    """Sample k is a row of numbers, and k."""
+    """Sample k consists of a row of numbers and k."""
 
     def __len__(self) -> int:
         return MIN_SAMPLES
@@ -33,7 +33,7 @@ class Numbers(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Echo(L.LightningModule):
-    """A layer that learns to say what it hears."""
+    """A layer that learns to reproduce its input."""
 
     def __init__(self, out: Path, until: Path, pause_s: float) -> None:
         super().__init__()

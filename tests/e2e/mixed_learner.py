@@ -1,6 +1,6 @@
-"""A learner of a mixed fleet: on CPUs, or on a stand-in for an accelerator; in any precision; of any number of ranks.
+"""A learner of a mixed fleet: on CPUs or on a stand-in for an accelerator, in any precision, with any number of ranks.
 
-Each rank writes to OUT.<rank>.json a digest of each anchor that it had at the end of a step, rank 0 by fragment and
+Each rank writes the digests of the anchors that it had at the ends of steps to OUT.<rank>.json, rank 0 by fragment and
 version.
 """
 
@@ -42,14 +42,14 @@ class Line(L.LightningModule):
 
 
 class Anchors(L.Callback):
-    """Notes digests."""
+    """Records digests of anchors."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         fit = trainer.strategy._joined
-        if not trainer.is_global_zero:  # it is not told versions
+        if not trainer.is_global_zero:  # it does not know versions
             self.digests |= {digest: digest for digest in map(fit.device.digest, range(fit.link.plan.num_fragments))}
             return
         for p, fragment in enumerate(fit.link._machine.fragments):

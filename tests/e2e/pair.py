@@ -26,9 +26,9 @@ class Pair:
     """Two syncers of one run, of which one serves; each can be started again with the same command.
 
     Args:
-        processes: where they run.
+        processes: the processes to which they belong.
         expect: number of learners.
-        options: more options of the first one, at its first start.
+        options: additional options of the first syncer, at its first start.
     """
 
     def __init__(self, processes: Processes, expect: int, **options: object) -> None:
@@ -50,7 +50,7 @@ class Pair:
         self.running[which] = self._start(which, **options)
 
     def kill(self, which: int) -> None:
-        """Kill a syncer and its shards at once, as the loss of their machine does."""
+        """Kill a syncer and its shards at once, like the loss of their machine."""
         shards = psutil.Process(self.running[which].pid).children()
         self.send(which, signal.SIGKILL)
         self.running[which].wait()
@@ -65,7 +65,7 @@ class Pair:
         return read_join_file(self.dirs[which] / "join").host_port
 
     def status(self, which: int) -> dict[str, Any] | None:
-        """Of this syncer; None if it does not serve."""
+        """Return the status of this syncer; None if it does not serve."""
         connection = FlightConnection(read_join_file(self.dirs[which] / "join"))
         try:
             with suppress(TransportError):
@@ -75,7 +75,7 @@ class Pair:
             connection.close()
 
     def until_registered(self, primary: int) -> None:
-        """Wait until the other one is the standby of this one."""
+        """Wait until the other syncer is the standby of this one."""
         wanted = self.address(1 - primary)
         until(
             lambda: (s := self.status(primary)) and s["standby"] and s["standby"]["address"] == wanted,
@@ -84,7 +84,7 @@ class Pair:
         )
 
     def until_in_contact(self) -> None:
-        """Wait until learners have talked to the primary for so long that they count if the standby dies."""
+        """Wait until learners have been in contact with the primary for long enough to count if the standby dies."""
         enough_s = time.monotonic() + BEFORE_S + 2.0
         until(lambda: time.monotonic() > enough_s, "long contact", self.processes)
 

@@ -1,4 +1,4 @@
-"""One rank of `two_ranks.py`, of a larger model: what exchanging took of its memory goes to DIR/memory.RANK.
+"""One rank of `two_ranks.py` with a larger model. It writes the memory that exchanging took to DIR/memory.RANK.
 
     rank_memory.py DIR RANK SIZE LINE STEPS CUT BUFFERS
 
@@ -21,12 +21,12 @@ from lightning_diloco.learner.ranks.memory import FURTHER_BUFFERS, SPARE_BUFFERS
 from tests.e2e import two_ranks
 from tests.resident import forget_peak, resident_at_most, resident_now
 
-SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # none is cut into slices: each rank holds a part of all of them
+SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # not cut into slices, so each rank holds a part of every parameter
 taken: dict[str, int] = {}
 
 
 def watch(role: type[Follower] | type[Leader]) -> None:
-    """From the moment at which parameters are there until all has landed."""
+    """Measure from the time when the parameters exist until all updates have landed."""
     start, finish = role.start, role.finish
 
     def started(self: Any, *args: Any) -> None:
@@ -39,7 +39,7 @@ def watch(role: type[Follower] | type[Leader]) -> None:
         taken["peak"] = resident_at_most(os.getpid())
         found = stated(self)
         spare = self.device._own._spare
-        taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # made for fragments at the same time
+        taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # allocated for fragments in transit at the same time
         taken["stated"] = found.peak + taken["further"] * found.further // FURTHER_BUFFERS
         return is_last
 
@@ -47,7 +47,7 @@ def watch(role: type[Follower] | type[Leader]) -> None:
 
 
 def stated(link: Any) -> Any:
-    """As the strategy states it."""
+    """Return the memory that the strategy states."""
     device = link.device._own
     where = {"rank": link._ranks.rank, "size": link._ranks.size, "part": getattr(device, "part", None)}
     return footprint(link.plan, link.config, LearnerConfig(), **where)

@@ -1,4 +1,4 @@
-"""A learner as a process that leases its data: a toy model, the real link. Notes the samples of every step it makes."""
+"""A learner process that leases its data, with a small model and the real link. It records the samples of each step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES, RANGE_SIZE, BATCH_SIZE = (500, 130), 24, 5
 
 
 class Numbers:
-    """Two sources, whose ends nobody is told; a sample is its epoch, its source and its number."""
+    """Two sources of unknown length; a sample consists of its epoch, its source and its number."""
 
     catalogue = Catalogue("numbers", len(SIZES), None)
 
@@ -55,7 +55,7 @@ def main() -> int:
                         param.add_(0.01 * torch.rand_like(param))  # equal contributions would be refused
                 time.sleep(0.01)
                 loader.trained(len(batch))
-                # Before it can be merged: what is merged is never unknown.
+                # Recorded before the step can be merged, so that all merged samples are known.
                 print(json.dumps({"session": link._session, "samples": batch}), file=out, flush=True)
                 link.step(len(batch), "samples")
                 if given.until.exists():

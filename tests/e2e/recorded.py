@@ -1,4 +1,4 @@
-"""The independent check of a run's files (`tests/recorded_run.py`), and files that it must refuse."""
+"""Applies the independent check of a run's files (`tests/recorded_run.py`), also to files that it must refuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_recorded_exactly(run_dir: Path) -> None:
 
 
 def assert_tampering_is_seen(run_dir: Path, to: Path) -> None:
-    """Change copies of a run's files in one thing each; each change must be found."""
+    """Make one change in each copy of a run's files; the check must find each change."""
     changes: dict[str, Callable[[list[Json], Json], object]] = {
         "merged before": _merge_again,
         "merged, although it was refused": _refuse_what_is_merged,
@@ -56,7 +56,7 @@ def _refuse_what_is_merged(log: list[Json], _: Json) -> None:
 
 
 def _write(run_dir: Path, log: list[Json]) -> None:
-    """Write a log of these records, numbered anew and without payloads."""
+    """Write a log of these records, renumbered and without payloads."""
     frames = []
     for lsn, record in enumerate(log, 1):
         text = json.dumps({name: value for name, value in record.items() if name != "lsn"}).encode()

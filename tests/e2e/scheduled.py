@@ -1,4 +1,4 @@
-"""A Trainer whose learning rate counts the steps of its schedule; writes the rates it trained with to --out."""
+"""A Trainer whose learning rate equals the step of its schedule. It writes the rates of its steps to --out."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Tra
 from tests.quiet import QUIET
 from tests.strategy.trainer.test_lr_schedules import Scheduled
 
-MAX_STEPS = 100_000  # of the schedule; nobody comes that far
+MAX_STEPS = 100_000  # length of the schedule, which no learner reaches
 
 
 class Until(Callback):
-    """Training ends when a file is there, or after some steps."""
+    """Ends training when a file appears, or after some steps."""
 
     def __init__(self, stop_file: Path | None, steps: int | None) -> None:
         self._stop_file, self._steps = stop_file, steps
@@ -37,9 +37,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    torch.manual_seed(7)  # frozen parameters are those of the run
+    torch.manual_seed(7)  # frozen parameters must equal those of the run
     model = Scheduled()
-    model.learning_rate = 1e-9  # rates grow and grow, losses must not
+    model.learning_rate = 1e-9  # the rates keep growing, and losses must not
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

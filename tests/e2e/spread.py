@@ -1,4 +1,4 @@
-"""Two layers over the ranks of a learner, as its strategy's device mesh says."""
+"""Distributes two layers over the ranks of a learner according to the device mesh of its strategy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 def spread(layers: nn.Sequential, mesh: DeviceMesh) -> None:
-    """Tensor parallel, sharded, or both.
+    """Apply tensor parallelism, sharding, or both.
 
     Args:
         layers: linear, anything, linear.
-        mesh: with the dimensions of Lightning's `ModelParallelStrategy`.
+        mesh: mesh with the dimensions of Lightning's `ModelParallelStrategy`.
     """
     data, tensor = mesh["data_parallel"], mesh["tensor_parallel"]
     if tensor.size() > 1:

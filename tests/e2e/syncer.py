@@ -1,4 +1,4 @@
-"""A syncer as a process, with options that the command does not have."""
+"""A syncer process with options that the command does not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> int:
         listen = syncer.read_join_file(run_dir / "join").host_port
     options = {"sync_every": 12, "num_fragments": 4, "block_size": 16, "lease_s": 3.0}
     given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending
+    if given.pop("waits_for_all", False):  # for learners that compile instead of stepping or sending
         roster.SILENT_HEARTBEATS, rounds.TRANSFER_FLOOR_S = 1000, rounds.TRANSFER_CAP_S
     own = {
         name: given.pop(name)

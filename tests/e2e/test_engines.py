@@ -1,7 +1,7 @@
-"""Runs that engines start: the contract alone, and the files of every engine, with learners killed and preempted.
+"""Runs started by engines: by the contract alone, and by the files of every engine, with killed and preempted learners.
 
-The engines' own commands (ssh, systemd-run, scontrol) are stand-ins that run things here. Python is real, so are the
-syncer, the learners and the signals.
+The engines' own commands (ssh, systemd-run, scontrol) are stand-ins that run their arguments here. The syncer, the
+learners and the signals are real.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def base(folder: Path) -> dict[str, str]:
 
 
 def training(folder: Path) -> set[str]:
-    """Learners that have made a step. One that may step, but has not heard of it yet, still waits for the syncer."""
+    """Return the learners that have made a step; others may still wait for a message of the syncer."""
     connection = FlightConnection(read_join_file(folder / "run" / "join"))
     try:
         learners = connection.status()["learners"]
@@ -138,13 +138,13 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
     until(lambda: engine.look() or len(engine.codes) == 2, "two that died")
     until_all_train(engine, folder, {"l0", "l1"})
 
-    # The machine of the syncer is lost; another one has its disk and another address.
+    # The machine of the syncer is lost; another machine has its disk and a different address.
     engine.kill("syncer")
     serve()
     until(lambda: read_join_file(folder / "run" / "join").port != before.port, "the new address")
     until_all_train(engine, folder, {"l0", "l1"})
 
-    # It is away when training ends: the last contributions wait for it.
+    # The syncer is away when training ends, so the last contributions wait for it.
     engine.kill("syncer")
     (folder / "stop").touch()
     waits = "the last contributions wait for the syncer"
@@ -157,7 +157,7 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
 
 
 @pytest.mark.parametrize("code", [143, 1], ids=["preempted", "has waited long enough"])
-def test_a_learner_that_ends_without_a_syncer_is_started_again_and_finishes(
+def test_a_learner_that_ends_without_a_syncer_is_restarted_and_finishes(
     engine: Engine, folder: Path, code: int
 ) -> None:
     if code == 1:
@@ -179,7 +179,7 @@ def test_a_learner_that_ends_without_a_syncer_is_started_again_and_finishes(
     until(lambda: "the last contributions wait for the syncer" in log.read_text(), "the end of training")
     if code == 143:
         engine.preempt("l0")
-    until(lambda: engine.has_ended("l0"), "its end")  # without a look, which would start the syncer again
+    until(lambda: engine.has_ended("l0"), "its end")  # without `look`, which would restart the syncer
     said = {143: "before all of this learner's work was merged. Its next", 1: "exit code 1: the run was left at step"}
     assert said[code] in log.read_text()
     assert "has not ended; it ends now" not in log.read_text()
@@ -188,7 +188,7 @@ def test_a_learner_that_ends_without_a_syncer_is_started_again_and_finishes(
     assert engine.codes == {"l0": [code, 0], "syncer": [0]}
 
 
-def test_what_a_restart_does_not_help_is_not_restarted(engine: Engine, folder: Path) -> None:
+def test_a_process_with_a_permanent_error_is_not_restarted(engine: Engine, folder: Path) -> None:
     engine.start("none", ["diloco", "fit", "train.py"], base(folder))
     engine.start("wrong", ["diloco", "fit", "train.py"], {**base(folder), "DILOCO_JOIN": "nonsense"})
     until(engine.look, "the end of both")
@@ -196,7 +196,7 @@ def test_what_a_restart_does_not_help_is_not_restarted(engine: Engine, folder: P
 
 
 def text_of(folder: Path, engine: str, name: str) -> str:
-    """A written file, with an address and a folder of this test."""
+    """Return the text of a written file, with the address and the folder of this test."""
     text = (folder / engine / name).read_text()
     return text.replace("0.0.0.0:7654", "127.0.0.1:0").replace("/files", str(folder / "run"))
 
@@ -223,7 +223,7 @@ def by_ssh(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str
     return ["bash", "ssh/learners.sh", "start", name], {}
 
 
-def test_one_run_whose_learners_are_started_by_the_files_of_all_engines(engine: Engine, folder: Path) -> None:
+def test_the_files_of_all_engines_start_learners_of_one_run(engine: Engine, folder: Path) -> None:
     for each in ENGINES:
         words = ["launch", str(folder / "train.py"), "--engine", each, "--learners", "4", "--to", str(folder / each)]
         assert main(words) == 0

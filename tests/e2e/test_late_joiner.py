@@ -1,7 +1,7 @@
-"""A process that joins a real run late: its schedule by steps begins where the run is.
+"""A process joins a real run late: its schedule by steps begins at the run's position.
 
-The first learner trains until a file is there, so that the run goes on all the time that the late one needs, to start
-and to drain. Everything is waited for in the tape and in exit codes.
+The first learner trains until a file appears, so that the run continues while the late learner starts and drains. The
+test waits for lines of the tape and for exit codes only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tape(processes: Processes) -> list[dict[str, Any]]:
 
 
 def furthest(lines: list[dict[str, Any]]) -> int:
-    """Inner steps that the run has come to, after these lines."""
+    """Return the inner steps of the run after these lines of the tape."""
     return SYNC_EVERY * max((line["version"] for line in lines if line["event"] == "commit"), default=0)
 
 
@@ -52,7 +52,7 @@ def test_schedule_of_a_late_process_begins_at_the_runs_position(processes: Proce
     joined = next(k for k, line in enumerate(lines) if line["event"] == "join" and line["learner"] == "late")
     took_part = next(k for k, line in enumerate(lines) if line["event"] == "commit" and "late" in line["learners"])
     rates = json.loads((processes.root / "late.json").read_text())
-    # It adopts what is announced, a moment after it is on the tape; the run may come further meanwhile.
+    # It adopts announced versions a moment after they are on the tape; meanwhile the run may advance.
     assert wanted <= furthest(lines[:joined]) <= round(rates[0]) + SYNC_EVERY
     assert wanted <= round(rates[0]) <= furthest(lines[:took_part])
     assert rates == pytest.approx([rates[0] + k for k in range(OWN_STEPS)])

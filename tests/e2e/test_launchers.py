@@ -1,4 +1,4 @@
-"""Ranks that somebody else starts, and what the ranks of two learners read together."""
+"""Ranks started by external launchers, and the samples that the ranks of two learners read together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_THE_RUN = {"sync_every": None, "num_fragments": None, "overlap": None}
 def srun(
     processes: Processes, name: str, *arguments: object, options: list[dict[str, Any]], **env: str
 ) -> list[subprocess.Popen[bytes]]:
-    """One task per rank with the environment that srun gives it, and options of its own."""
+    """Start one task per rank with the environment of srun, and with options for each rank."""
     (processes.root / name).mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -43,7 +43,7 @@ def srun(
 
 
 def test_learners_of_several_ranks_read_each_sample_once(processes: Processes) -> None:
-    """One learner is started by SLURM, the other one starts its ranks itself; each shuffles."""
+    """SLURM starts one learner; the other one starts its ranks itself. Both shuffle."""
     processes.syncer(expect=NUM_LEARNERS, data_parts=NUM_LEARNERS)
     join = processes.address.join_string()
     steps, options = ("--steps", EPOCH_STEPS), [OF_THE_RUN] * NUM_RANKS
@@ -60,7 +60,7 @@ def test_learners_of_several_ranks_read_each_sample_once(processes: Processes) -
     assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", NUM_LEARNERS, True)
 
 
-def test_settings_that_differ_between_ranks_are_named_by_all(processes: Processes) -> None:
+def test_all_ranks_report_settings_that_differ_between_ranks(processes: Processes) -> None:
     place, pin, named = "diloco://127.0.0.1:1/run", "0" * 64, {"learner": "l0", "overlap": 1}
     options = [
         {**named, "sync_every": 4, "join": f"{place}#tokenOf0,{pin}"},

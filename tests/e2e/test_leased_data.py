@@ -1,4 +1,4 @@
-"""Data leased to processes that come, go and are killed: counted from what each of them read, and from the redo log."""
+"""Data leased to processes that join, leave and are killed, counted from each process's records and the redo log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(processes: Processes, name: str):  # type: ignore[no-untyped-def]
 
 
 def read(root: Path) -> dict[str, list[Sample]]:
-    """By session, the sample of each token of its counter."""
+    """Return the sample of each token of the counter, by session."""
     found: dict[str, list[Sample]] = {}
     for path in root.glob("*.steps"):
         for line in path.read_text().splitlines():
@@ -46,7 +46,7 @@ def read(root: Path) -> dict[str, list[Sample]]:
 
 
 def contributors(run_dir: Path) -> set[str]:
-    """Who was ever named in a commit."""
+    """Return all learners that a commit names."""
     tape = read_tape(run_dir / "tape" / "events.jsonl")
     return {name for line in tape if line["event"] == "commit" for name in line["learners"]}
 
@@ -60,7 +60,7 @@ def history(run_dir: Path, to: Path) -> list[records.LogRecord]:
 
 
 def merged(log: list[records.LogRecord], trained: dict[str, list[S]]) -> list[Counter[S]]:
-    """Per fragment, how often each sample was merged."""
+    """Return how often each sample was merged, per fragment."""
     counts: list[Counter[S]] = [Counter() for _ in range(NUM_FRAGMENTS)]
     for record in log:
         if isinstance(record, records.CommitRecord):
@@ -70,13 +70,13 @@ def merged(log: list[records.LogRecord], trained: dict[str, list[S]]) -> list[Co
 
 
 def unleased(log: list[records.LogRecord], trained: dict[str, list[Sample]]) -> set[Sample]:
-    """What was read while no lease was at hand: training does not wait, and such tokens count as repeated."""
+    """Return the samples that were read without a lease: training does not wait, and such tokens count as repeated."""
     merges = [merge for record in log if isinstance(record, records.CommitRecord) for merge in record.merges]
     return {sample for m in merges for start, stop in m.ready.repeats for sample in trained[m.session][start:stop]}
 
 
 def names(log: list[records.LogRecord]) -> dict[int, Range]:
-    """By number of the lease."""
+    """Return the ranges by number of the lease."""
     leases = [grant.lease for record in log if isinstance(record, records.RangesLeased) for grant in record.grants]
     return {lease.number: (lease.epoch, lease.source, lease.index) for lease in leases}
 
@@ -128,7 +128,8 @@ def test_one_learner_then_eight_then_one_with_a_kill_every_sample_is_merged_once
     for epoch, source, index in ranges:
         numbers = range(index * RANGE_SIZE, min((index + 1) * RANGE_SIZE, SIZES[source]))
         assert all(count[epoch, source, number] for count in counts for number in numbers)
-    # Who lapsed had merged parts of its ranges in some fragments; these are merged again, and what was read twice.
+    # A lapsed learner had merged parts of its ranges in some fragments. These are merged again, as are samples that
+    # were read twice.
     num_repeated = sum(count.total() - len(count) for count in counts)
     assert 0 <= num_repeated <= summary["tokens_repeated"]
     lapsed = {record.session for record in log if isinstance(record, records.Lapsed)}

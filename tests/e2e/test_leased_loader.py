@@ -1,4 +1,4 @@
-"""A user's own loader whose samples are leased: counted from what each process read, and from the redo log."""
+"""A user's own loader whose samples are leased, counted from each process's records and from the redo log."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def start(processes: Processes, name: str, **options: object) -> subprocess.Pope
 
 
 def read(processes: Processes, name: str, num_ranks: int) -> tuple[str, list[int]]:
-    """The session of a learner, and the sample of each token of its counter."""
+    """Return the session of a learner, and the sample of each token of its counter."""
     notes = [
         [json.loads(line) for line in (processes.root / name / f"noted.{rank}.jsonl").read_text().splitlines()]
         for rank in range(num_ranks)
     ]
-    steps = zip(*notes, strict=False)  # of a killed learner, the last step may not be everywhere
+    steps = zip(*notes, strict=False)  # the last step of a killed learner may be missing on some ranks
     return notes[0][0]["session"], [sample for step in steps for note in step for sample in note["samples"]]
 
 
-def test_ranks_read_more_than_a_slow_learner_and_what_it_leaves_when_it_is_killed(processes: Processes) -> None:
+def test_ranks_read_more_than_a_slow_learner_and_take_over_its_ranges_after_a_kill(processes: Processes) -> None:
     syncer = processes.syncer(data_parts=2)
     fast = start(processes, "fast", devices=2, **{"pause-s": 0.01})
     slow = start(processes, "slow", workers=2, **{"pause-s": 0.1})

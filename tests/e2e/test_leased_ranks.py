@@ -1,6 +1,6 @@
-"""Text leased to a learner of two ranks beside one of one process: counted from what each rank read, and the redo log.
+"""Text leased to a learner of two ranks and to one of one process, counted from each rank's records and the redo log.
 
-What is trained is compared with what is leased by rows: no two rows of the text are alike, and each says its epoch.
+Trained and leased data are compared by rows: all rows of the text differ, and each has its epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Range = tuple[int, int, int]
 
 
 class Fleet:
-    """Learners of the same text."""
+    """Learners that train on the same text."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes, self._root = processes, processes.root
@@ -59,30 +59,30 @@ class Fleet:
         return self._processes.start(name, script, *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=name)
 
     def notes(self, name: str, rank: int) -> list[Note]:
-        """All whole lines: one may be being written."""
+        """Return all complete lines; the last one may be incomplete."""
         path = self._root / name / f"noted.{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
     def trained(self, name: str, readers: tuple[int, ...]) -> dict[str, list[Row]]:
-        """By session, the row of each token of the learner's counter; `readers` are ranks with rows of their own."""
+        """Return the row of each token of the counter, by session; `readers` are ranks with different rows."""
         by_rank = [self.notes(name, rank) for rank in readers]
         sessions = {note["incarnation"]: note["session"] for note in self.notes(name, 0)}
         found: dict[str, list[Row]] = {session: [] for session in sessions.values()}
         for incarnation, session in sessions.items():
             steps = [[note for note in notes if note["incarnation"] == incarnation] for notes in by_rank]
-            for batches in zip(*steps, strict=False):  # of a killed learner, the last one may not be everywhere
+            for batches in zip(*steps, strict=False):  # the last step of a killed learner may be missing on some ranks
                 assert len({(note["step"], len(note["rows"])) for note in batches}) == 1, "ranks are at the same place"
                 found[session] += [tuple(row) for note in batches for row in note["rows"] for _ in range(SEQ_LEN)]
         return found
 
     def rows_of(self, where: Range) -> list[Row]:
-        """As they come from the text, with the stamp of the epoch."""
+        """Return rows as read from the text, with the stamp of the epoch."""
         rows, _ = self.ranges.read(Lease(0, *where))
         return [tuple(row) for row in rows.tolist()]
 
     def kill(self, name: str) -> None:
-        """All ranks of it, as one."""
+        """Kill all ranks of a learner at once."""
         for pid in {self.notes(name, rank)[-1]["pid"] for rank in range(2)}:
             os.kill(pid, signal.SIGKILL)
 
@@ -91,20 +91,20 @@ class Fleet:
         return [line for line in read_tape(path) if line["event"] == event]
 
     def told(self, learner: str, what: str) -> set[Range]:
-        """Ranges that were `done` by this learner, or given `back`."""
+        """Return the ranges that this learner has `done` or given `back`."""
         return {tuple(it) for line in self.tape("settled") if line["learner"] == learner for it in line[what]}
 
     def until_done(self, num_epochs: int) -> None:
-        """Wait until so many epochs are over."""
+        """Wait until this number of epochs is over."""
         every = {where for epoch in range(num_epochs) for where in self.epoch(epoch)}
         until(lambda: every <= self.told("one", "done") | self.told("two", "done"), "the epochs", self._processes)
 
     def epoch(self, number: int) -> set[Range]:
-        """All ranges of it."""
+        """Return all ranges of an epoch."""
         return {(number, 0, index) for index in range(-(-self.num_rows // RANGE_SIZE))}
 
     def end(self, *learners: subprocess.Popen[bytes], syncer: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """Stop all of it; returns the summary."""
+        """Stop the run; return the summary."""
         (self._root / "stop").touch()
         assert [self._processes.end(learner) for learner in learners] == [0] * len(learners)
         syncer.terminate()
@@ -112,7 +112,7 @@ class Fleet:
         return self._processes.summary()
 
     def check(self, summary: dict[str, Any], trained: dict[str, list[Row]], *, num_epochs: int) -> None:
-        """Every range is merged once in an epoch; what comes on top was counted as repeated."""
+        """Check that every range is merged once per epoch, and that further merges are counted as repeated."""
         log = history(self._processes.run_dir, self._root / "copy")
         counts, ranges, open_ranges = merged(log, trained), done(log), leased(log) - done(log).keys()
         assert summary["ledger_exact"]
@@ -159,7 +159,7 @@ def test_two_ranks_and_one_process_merge_every_range_once_in_an_epoch(
 
 
 @pytest.mark.chaos
-def test_ranges_of_two_ranks_that_are_killed_go_to_others_and_they_come_back(processes: Processes) -> None:
+def test_ranges_of_a_killed_learner_of_two_ranks_go_to_others_and_it_returns(processes: Processes) -> None:
     fleet, syncer = Fleet(processes), processes.syncer()
     two, one = fleet.start("two", devices=2), fleet.start("one", batch_size=3)
     until(lambda: contributors(processes.run_dir) == {"one", "two"}, "commits of both", processes)

@@ -1,4 +1,4 @@
-"""One run of an accelerator, a CPU in bfloat16, two ranks of CPUs, and two chips: the same anchors, bit for bit."""
+"""One run of an accelerator, a CPU in bfloat16, two ranks on CPUs, and two chips: their anchors have the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import backend_registration
 from tests.devices.fake_tpu import make_chips
 from tests.e2e.conftest import HERE, Processes
 
-LEARNERS = {  # with the samples of one step of all ranks
+LEARNERS = {  # samples of one step of all ranks
     "accelerator": (4, ("--accelerator", "torch", "--batch-size", 4)),
     "bfloat16": (8, ("--accelerator", "cpu", "--precision", "bf16-true", "--batch-size", 8)),
     "two-ranks": (32, ("--accelerator", "cpu", "--devices", 2, "--batch-size", 16)),

@@ -1,4 +1,4 @@
-"""Bytes at the sockets of two ranks: each uploads about half of every contribution, unless one of them cannot."""
+"""Bytes at the sockets of two ranks: each uploads about half of every contribution, unless one rank cannot upload."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.e2e.conftest import HERE, Processes, until
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 60
-PAYLOAD_BYTES = 1 << 20  # of one round of all fragments, without scales
+PAYLOAD_BYTES = 1 << 20  # bytes of one round of all fragments, without scales
 
 
 def bytes_up(processes: Processes, cut: str, *, is_cut: bool) -> list[int]:
-    """What each of two ranks sent after both had joined."""
+    """Return the bytes that each of two ranks sent after both had joined."""
     root: Path = processes.root
     processes.syncer(expect=1, sync_every=6, num_fragments=2, overlap=2, block_size=256)
     lines = [FaultProxy(processes.address.host_port).start() for _ in range(2)]
@@ -38,7 +38,7 @@ def bytes_up(processes: Processes, cut: str, *, is_cut: bool) -> list[int]:
 
 
 def check(processes: Processes, sent: list[int]) -> int:
-    """All was merged, nobody showed the token; returns the bytes."""
+    """Check that all work was merged and that no output has the token; return the bytes."""
     until((processes.run_dir / "summary.json").exists, "the summary", processes)
     summary = processes.summary()
     assert (summary["status"], summary["ledger_exact"]) == ("finished", True)
@@ -59,7 +59,7 @@ def test_each_rank_uploads_half_of_every_contribution(processes: Processes, cut:
     assert "rank 0 uploads" not in processes.logs()
 
 
-def test_rank_0_uploads_all_where_another_rank_cannot(processes: Processes) -> None:
+def test_rank_0_uploads_everything_if_another_rank_cannot(processes: Processes) -> None:
     sent = bytes_up(processes, "rows", is_cut=True)
     assert check(processes, sent) > PAYLOAD_BYTES
     assert sent[1] == 0

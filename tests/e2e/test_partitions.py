@@ -1,4 +1,4 @@
-"""Processes that lose sight of each other, or of their disk: every case of coming back, with real ones."""
+"""Real processes that lose contact with each other or lose their disk, and how they return."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_learners_ahead_of_a_restored_run_directory_adopt_it_in_a_new_generation
     first = processes.syncer(2)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
-    os.kill(first.pid, signal.SIGSTOP)  # for a copy that is of one moment
+    os.kill(first.pid, signal.SIGSTOP)  # for a consistent copy
     shutil.copytree(processes.run_dir, processes.root / "backup")
     os.kill(first.pid, signal.SIGCONT)
     processes.until_commits(12)
@@ -75,7 +75,7 @@ def test_learners_ahead_of_a_restored_run_directory_adopt_it_in_a_new_generation
     assert (last["landed"], tuple(last["digests"])) == (versions, digests)
 
 
-def test_a_run_whose_disk_was_emptied_begins_anew_only_if_told_to(processes: Processes) -> None:
+def test_a_run_whose_disk_was_emptied_begins_anew_only_on_request(processes: Processes) -> None:
     first = processes.syncer()
     trained = processes.learner("l0")
     until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)

@@ -1,4 +1,4 @@
-"""Syncer and learners as processes, over Flight with TLS: they finish, and they survive what kills some of them."""
+"""Syncer and learners as processes, over Flight with TLS: they finish, and survive kills of some of them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def assert_exact(summary: dict) -> None:
 
 
 def restored(run_dir: Path, to: Path) -> tuple[list[int], tuple[str, ...]]:
-    """Versions and digests of a copy of what is on disk."""
+    """Return the versions and digests of a copy of the files on disk."""
     shutil.copytree(run_dir, to)
     state, store = read_run(to)
     assert store is not None
     return [f.version for f in state.rounds.fragments], store.digests()
 
 
-def test_two_learners_finish_over_tls_and_strangers_stay_out(processes: Processes) -> None:
+def test_two_learners_finish_over_tls_and_strangers_are_refused(processes: Processes) -> None:
     syncer = processes.syncer(expect=2)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
@@ -76,7 +76,7 @@ def test_two_learners_finish_over_tls_and_strangers_stay_out(processes: Processe
 
 
 @pytest.mark.chaos
-def test_killed_learners_lapse_or_come_back_and_the_others_go_on(processes: Processes) -> None:
+def test_killed_learners_lapse_or_return_and_the_others_continue(processes: Processes) -> None:
     syncer = processes.syncer()
     learners = {name: processes.learner(name) for name in ("dies", "returns", "stays")}
     until(lambda: len(processes.status()["learners"]) == 3, "three learners", processes)
@@ -106,7 +106,7 @@ def test_killed_learners_lapse_or_come_back_and_the_others_go_on(processes: Proc
 
 
 @pytest.mark.chaos
-def test_killed_syncer_comes_back_with_every_bit_and_so_do_its_learners(processes: Processes) -> None:
+def test_killed_syncer_is_restored_bit_for_bit_and_its_learners_reconnect(processes: Processes) -> None:
     syncer = processes.syncer(expect=2)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
@@ -136,7 +136,7 @@ def test_killed_syncer_comes_back_with_every_bit_and_so_do_its_learners(processe
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("is_back", [True, False], ids=["heard when it is back", "spoken while it is away"])
-def test_syncer_killed_during_the_last_evaluation_hears_the_verdict(processes: Processes, is_back: bool) -> None:
+def test_syncer_killed_during_the_last_evaluation_receives_the_loss(processes: Processes, is_back: bool) -> None:
     verdict = processes.root / "verdict"
     syncer, learner = processes.syncer(expect=1), processes.learner("l0", verdict=verdict)
     until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)
@@ -154,7 +154,7 @@ def test_syncer_killed_during_the_last_evaluation_hears_the_verdict(processes: P
     assert processes.summary()["eval_loss"] == 0.5
 
 
-def test_full_disk_suspends_commits_until_there_is_room(processes: Processes) -> None:
+def test_full_disk_suspends_commits_until_there_is_space(processes: Processes) -> None:
     syncer = processes.syncer(expect=2)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)
@@ -211,7 +211,7 @@ def test_embedded_syncer_writes_the_summary_and_ends_with_its_learner(processes:
 
 
 @pytest.mark.chaos
-def test_a_suspended_learner_finds_the_syncer_it_started_and_goes_on(processes: Processes) -> None:
+def test_a_suspended_learner_continues_with_the_syncer_that_it_started(processes: Processes) -> None:
     learner = processes.alone()
     (syncer,) = until(lambda: embedded_syncers(learner), "an embedded syncer", processes)
     tape = until(lambda: [*processes.root.glob("diloco/*/tape/events.jsonl")], "its tape", processes)[0]
@@ -247,7 +247,7 @@ def test_embedded_syncer_of_a_killed_learner_ends_after_a_lease(processes: Proce
     assert_exact(summary)
 
 
-def test_embedded_syncer_is_not_left_behind_by_a_learner_that_cannot_join(processes: Processes) -> None:
+def test_a_learner_that_cannot_join_ends_its_embedded_syncer(processes: Processes) -> None:
     learner = processes.alone(num_fragments=99)
     assert processes.end(learner) == 3
     assert "num_fragments=99: must be at most sync_every=12" in processes.logs()
@@ -258,6 +258,6 @@ def test_embedded_syncer_is_not_left_behind_by_a_learner_that_cannot_join(proces
 def test_embedded_syncer_of_a_learner_killed_before_it_joined_ends_after_a_lease(processes: Processes) -> None:
     learner = processes.alone()
     (syncer,) = until(lambda: embedded_syncers(learner), "an embedded syncer", processes)
-    learner.kill()  # the syncer still imports what it needs
+    learner.kill()  # the syncer is still importing
     processes.end(learner)
     until(lambda: not syncer.is_running(), "its end", processes)

@@ -1,4 +1,4 @@
-"""What exchanging takes of each of two ranks, measured by the kernel, against what the learner states."""
+"""The memory that exchanging takes on each of two ranks, as measured by the kernel and as stated by the learner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.e2e.conftest import HERE, Processes, until
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 180
-SLACK = 24 << 20  # connections, threads, and code that is first used while exchanging
-AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # what is freed is given back
+SLACK = 24 << 20  # connections, threads, and code that is first used during exchanges
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # returns freed memory
 
 
 def taken(processes: Processes, cut: str, buffers: str) -> list[tuple[int, int]]:
-    """Bytes that each rank took, and those that were stated."""
+    """Return the bytes that each rank took, and the stated bytes."""
     root = processes.root
     processes.syncer(expect=1, sync_every=6, num_fragments=4, overlap=2)
     join, line = processes.address.join_string(), processes.address.host_port
@@ -38,13 +38,13 @@ def taken(processes: Processes, cut: str, buffers: str) -> list[tuple[int, int]]
     return [(each["peak"] - each["before"], each["stated"]) for each in found]
 
 
-def test_each_rank_takes_what_is_stated(processes: Processes) -> None:
+def test_each_rank_takes_the_stated_memory(processes: Processes) -> None:
     for bytes_taken, stated in taken(processes, "rows", "own"):
         assert 0.6 * stated < bytes_taken < stated + SLACK
 
 
 @pytest.mark.thorough
 def test_ranks_that_gather_fragments_take_more_than_stated(processes: Processes) -> None:
-    """The control: buffers as long as whole fragments."""
+    """This is the control: its buffers are as long as whole fragments."""
     for bytes_taken, stated in taken(processes, "rows", "whole"):
         assert bytes_taken > stated + SLACK

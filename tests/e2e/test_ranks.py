@@ -25,10 +25,10 @@ VALIDATE_EVERY = 5
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether all but one in a hundred values are equal up to 1e-5, and those up to a step of bfloat16.
+    """Return whether all but one in a hundred values are equal up to 1e-5, and the others up to a step of bfloat16.
 
-    Outer gradients are rounded to bfloat16. Ranks add up in another order, so a value between two of them may be
-    rounded to either: one of 272 on an Intel Xeon, none on an AMD EPYC. What is trained afterwards differs a little.
+    Outer gradients are rounded to bfloat16. Ranks add in another order, so a value between two bfloat16 values may be
+    rounded to either: one of 272 on an Intel Xeon, none on an AMD EPYC. Later steps then differ a little.
     """
     apart = (one - other).abs()
     return bool((apart > 1e-5).sum() <= max(1, apart.numel() // 100) and apart.max() < 1e-3)
@@ -40,7 +40,7 @@ def ends_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Largest difference of any parameter."""
+    """Return the largest difference of any parameter."""
     pairs = [(torch.tensor(values), torch.tensor(other["params"][name])) for name, values in one["params"].items()]
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -51,7 +51,7 @@ def summary(processes: Processes, name: str) -> dict[str, Any]:
 
 
 def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> None:
-    """Batches are the same in all, and what is exchanged when: only the layout differs."""
+    """Batches and the times of exchanges are the same in all runs; only the layout differs."""
     several = ("--devices", 2)
     layouts = {
         "one": (),
@@ -83,7 +83,7 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
 
 
 @pytest.mark.parametrize("inner", [pytest.param("fsdp-sharded", marks=pytest.mark.thorough), "fsdp2-sharded"])
-def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Processes, inner: str) -> None:
+def test_training_continues_from_a_sharded_checkpoint_which_holds_the_anchor(processes: Processes, inner: str) -> None:
     paced = (*PACED, "--momentum", 0.9)
     several = (*paced, "--devices", 2, "--inner", inner)
     for name, layout in {"one": paced, "sharded": several}.items():
@@ -105,8 +105,8 @@ def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Pr
 
 
 @pytest.mark.thorough
-def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Processes) -> None:
-    """Sums in another order move a value at most to the next step of int8; error feedback brings it back."""
+def test_long_runs_differ_by_less_than_a_quantization_step(processes: Processes) -> None:
+    """Sums in another order move a value by at most one int8 step, and error feedback corrects this."""
     runs = {"fp32": (*PACED,), "one": ("--paced",), "fsdp2": ("--paced", "--devices", 2, "--inner", "fsdp2")}
     for name, arguments in runs.items():
         assert processes.end(processes.trainer(name, *arguments, "--steps", 200)) == 0
@@ -118,7 +118,7 @@ def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Proces
 
 
 @pytest.mark.parametrize("inner", [pytest.param("auto", marks=pytest.mark.thorough), "fsdp2"])
-def test_all_ranks_adopt_what_a_restored_run_directory_holds(processes: Processes, inner: str) -> None:
+def test_all_ranks_adopt_the_anchors_of_a_restored_run_directory(processes: Processes, inner: str) -> None:
     syncer = processes.syncer(data_parts=1)
     steps = ("--steps", 100_000, "--pause-s", 0.02, "--stop-file", processes.stop_file)
     several = ("--devices", 2, "--inner", inner, "--options", OF_THE_RUN)
@@ -146,14 +146,14 @@ def manifest(processes: Processes, name: str) -> dict[str, Any]:
 
 
 def val_losses(processes: Processes, name: str) -> list[float]:
-    """The mean over ranks in each validation; the steps after it must not go on with its parameters."""
+    """Return the mean over ranks in each validation; later steps must not use the validated parameters."""
     found = torch.tensor([rank["val_losses"] for rank in processes.ranks_held(name)])
     assert found.shape[1] > NUM_STEPS // VALIDATE_EVERY
     return found.mean(0).tolist()
 
 
 def saved(processes: Processes, name: str) -> list[torch.Tensor]:
-    """The anchor in a checkpoint."""
+    """Return the anchor in a checkpoint."""
     return list(torch.load(processes.root / name / "held.ckpt", weights_only=True)["state_dict"].values())
 
 
@@ -166,7 +166,7 @@ def phases(processes: Processes) -> dict[str, str]:
     return {learner["id"]: learner["phase"] for learner in processes.status()["learners"]}
 
 
-def test_learners_of_different_layouts_share_a_run_and_fail_alone(processes: Processes) -> None:
+def test_learners_of_different_layouts_share_a_run_and_fail_independently(processes: Processes) -> None:
     layouts = {"one": (), "ddp": ("--devices", 2), "fsdp2": ("--devices", 2, "--inner", "fsdp2")}
     processes.syncer(data_parts=len(layouts))
     join = processes.address.join_string()

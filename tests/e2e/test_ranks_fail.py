@@ -1,4 +1,4 @@
-"""One rank of a learner fails, or all are refused: each ends with exit code 1 and says why; none hangs or aborts."""
+"""One rank of a learner fails, or all are refused: each ends with exit code 1 and a reason; none hangs or aborts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def log_of(processes: Processes, name: str) -> str:
 
 
 def end(processes: Processes, name: str, learner: subprocess.Popen[bytes], expected: int = 1) -> str:
-    """Wait for the end of all its processes; returns what they said."""
+    """Wait for the end of all processes of a learner; return their output."""
     code = processes.end(learner)
     pids = rank_pids(processes, name).values()
     until(lambda: not any(map(is_running, pids)), "the end of all ranks", processes)
@@ -45,7 +45,7 @@ def end(processes: Processes, name: str, learner: subprocess.Popen[bytes], expec
         pytest.param(SPAWNED, id="spawned", marks=pytest.mark.thorough),
     ],
 )
-def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any, ...], rank: int) -> None:
+def test_bad_input_on_one_rank_ends_all_ranks(processes: Processes, layout: tuple[Any, ...], rank: int) -> None:
     said = end(processes, "bad", processes.trainer("bad", *layout, "--fails", 5, rank))
     assert said.count("ValueError: bad input on one rank") == 1
     if layout is not SPAWNED:  # the process that spawned ranks shows the first error only
@@ -53,7 +53,7 @@ def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any,
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, rank: int) -> None:
+def test_each_externally_started_rank_ends_with_code_1(processes: Processes, rank: int) -> None:
     ranks = srun(processes, "bad", "--fails", 5, rank, options=[{"learner": "bad"}] * 2)
     assert [processes.end(process) for process in ranks] == [1, 1]
     said = [log_of(processes, f"bad-{k}") for k in range(2)]
@@ -63,7 +63,7 @@ def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, ra
 
 
 @pytest.mark.parametrize("layout", STARTED)
-def test_a_learner_whose_work_is_not_merged_goes_on_after_its_fit_and_ends_with_code_1(
+def test_a_learner_whose_work_is_not_merged_continues_after_its_fit_and_ends_with_code_1(
     processes: Processes, layout: tuple[Any, ...]
 ) -> None:
     processes.syncer()
@@ -75,7 +75,7 @@ def test_a_learner_whose_work_is_not_merged_goes_on_after_its_fit_and_ends_with_
 
 
 @pytest.mark.parametrize("layout", STARTED)
-def test_ranks_that_wait_for_their_syncer_at_the_end_leave_when_they_are_asked(
+def test_ranks_that_wait_for_their_syncer_at_the_end_leave_after_sigterm(
     processes: Processes, layout: tuple[Any, ...]
 ) -> None:
     syncer = processes.syncer()
@@ -95,7 +95,7 @@ def test_ranks_that_wait_for_their_syncer_at_the_end_leave_when_they_are_asked(
 
 
 @pytest.mark.parametrize("layout", STARTED)
-def test_ranks_whose_run_wants_other_options_are_all_told_so(processes: Processes, layout: tuple[Any, ...]) -> None:
+def test_all_ranks_report_options_that_contradict_the_run(processes: Processes, layout: tuple[Any, ...]) -> None:
     processes.syncer(sync_every=4, num_fragments=2, overlap=1)
     found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "refused"}
     options = json.dumps({**UNSET, "sync_every": 6})
@@ -104,7 +104,7 @@ def test_ranks_whose_run_wants_other_options_are_all_told_so(processes: Processe
 
 
 @pytest.mark.parametrize("layout", STARTED)
-def test_a_learner_started_again_after_its_run_ends_well_and_says_so_once(
+def test_a_learner_restarted_after_its_run_ends_with_code_0_and_logs_it_once(
     processes: Processes, layout: tuple[Any, ...]
 ) -> None:
     processes.syncer(expect=1)

@@ -1,4 +1,4 @@
-"""Learners of two ranks that are killed and asked to go: all ranks come back with what their checkpoint held."""
+"""Learners of two ranks are killed and preempted: all ranks restart with the state of their checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELD = ("moments", "rate", "random", "python")
 
 
 class Healer:
-    """One learner, started again and again."""
+    """One learner, which is restarted several times."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes, self._folder = processes, processes.root / NAME
@@ -37,14 +37,14 @@ class Healer:
         return self._processes.start(NAME, HERE / "healer.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=NAME)
 
     def end(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait until all of it is gone; returns the exit code."""
+        """Wait until all of its processes have ended; return the exit code."""
         code = self._processes.end(process)
         pids = [next(iter(life.values()))["pid"] for rank in range(2) for life in self.lives(rank, "begins")]
         until(lambda: not any(map(is_running, pids)), "the end of all ranks", self._processes)
         return code
 
     def lives(self, rank: int, at: str) -> list[dict[int, Note]]:
-        """What each process of a rank noted where a step begins or has ended, by step."""
+        """Return the records of each process of a rank at the start or end of a step, by step."""
         lives = dict[int, dict[int, Note]]()
         for note in self.notes(rank):
             if note["at"] == at:
@@ -52,7 +52,7 @@ class Healer:
         return list(lives.values())
 
     def notes(self, rank: int) -> list[Note]:
-        """All whole lines: one may be being written."""
+        """Return all complete lines; the last one may be incomplete."""
         path = Path(f"{self._folder}/noted.{rank}.jsonl")
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
@@ -72,7 +72,7 @@ class Healer:
         return CheckpointStore(str(folder))
 
     def came_back_at(self, life: int) -> int:
-        """The step, after a look at what each rank came back with, and that it contributes."""
+        """Check the restored state of each rank, and that the learner contributes again; return the step."""
         until(lambda: all(len(self.lives(rank, "begins")) > life for rank in range(2)), "its return", self._processes)
         self._processes.until_commits(4)
         now = [self.lives(rank, "begins")[life] for rank in range(2)]
@@ -88,7 +88,7 @@ class Healer:
         return step
 
     def leaves_when_asked(self, process: subprocess.Popen[bytes]) -> None:
-        """Send SIGTERM to the process that was started: all ranks go after the same step, with a checkpoint of it."""
+        """Send SIGTERM to the started process; all ranks must leave after the same step, with a checkpoint of it."""
         process.terminate()
         assert self.end(process) == PREEMPTED
         steps_done = {max(self.lives(rank, "ended")[-1]) for rank in range(2)}
@@ -97,7 +97,7 @@ class Healer:
 
 
 def leaves(processes: Processes) -> list[str]:
-    """Why learners left, in the order in which they did; a killed one does not."""
+    """Return the reasons of all leaves, in order; a killed learner does not leave."""
     path = processes.run_dir / "tape" / "events.jsonl"
     return [line["reason"] for line in read_tape(path) if line["event"] == "leave" and line["reason"] != "failed"]
 
@@ -105,7 +105,7 @@ def leaves(processes: Processes) -> list[str]:
 @pytest.mark.parametrize(
     ("killed", "again"), [("ddp", "spawn"), pytest.param("fsdp", "fsdp", marks=pytest.mark.thorough)]
 )  # spawn has the layout of ddp
-def test_a_killed_learner_comes_back_with_all_it_had_and_leaves_when_asked(
+def test_a_killed_learner_restarts_with_its_whole_state_and_leaves_after_sigterm(
     processes: Processes, killed: str, again: str
 ) -> None:
     healer = Healer(processes)
@@ -119,7 +119,7 @@ def test_a_killed_learner_comes_back_with_all_it_had_and_leaves_when_asked(
     healer.leaves_when_asked(process)
 
 
-def test_a_torn_part_of_a_killed_fsdp2_learner_makes_it_take_the_checkpoint_before(processes: Processes) -> None:
+def test_a_killed_fsdp2_learner_with_a_torn_part_uses_the_previous_checkpoint(processes: Processes) -> None:
     healer = Healer(processes)
     process = healer.start("fsdp2")
     healer.until_kept(2)

@@ -1,17 +1,17 @@
-"""What users set at a Trainer does the same in a learner of two ranks as on one device, reading the same batches.
+"""Settings of a Trainer have the same effect in a learner of two ranks as on one device with the same batches.
 
 Gradients are accumulated and clipped by their norm, and a schedule sets the learning rate, all in one run: in float32,
 and under autocast. `Trainer(gradient_clip_val=...)` clips with DDP and with FSDP2, whose gradients are DTensors: torch
-knows their norm over all ranks. With FSDP Lightning refuses to, and users clip as torch's FSDP does.
+knows their norm over all ranks. With FSDP, Lightning refuses to clip, and users call the clipping of torch's FSDP.
 
-How far layouts may come apart:
+Allowed differences between layouts:
 
-1. Clipped gradients take parameters at most as far as `WAY`. Where each step's direction is known to some share, ends
-   are no further apart than that share of it; losses fall, so that differences do not grow meanwhile.
-2. bfloat16 has 8 bits. Rounded there, a value is off by up to 2**-9 of itself; what two ranks have rounded and sum up
-   is so, too, and differs from what one device rounds by up to twice that. FSDP also rounds batches and what it
-   reduces, which autocast does not: twice as far.
-3. In float32 gradients agree, but the syncer rounds what it merges to bfloat16: sums in another order may take a value
+1. Clipped gradients move parameters by at most `WAY`. If the direction of each step has a relative error, the final
+   parameters differ by at most this share of `WAY`. Losses fall, so differences do not grow during training.
+2. bfloat16 has 8 bits. Rounding changes a value by up to 2**-9 of itself. The sum of values that two ranks have rounded
+   has the same error, and differs from the value of one device by up to twice as much. FSDP also rounds batches and
+   reduced values, which autocast does not do; this doubles the difference.
+3. In float32, gradients agree, but the syncer rounds merged values to bfloat16. Sums in another order may round a value
    to its other neighbour. The same bound holds for parameters; losses and norms agree much better.
 """
 

@@ -1,4 +1,4 @@
-"""All ranks of a learner have one learning rate and stop at one step, whoever says so; real processes."""
+"""All ranks of a learner have the same learning rate and stop at the same step; real processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH, ONE, FIRST = "01", "1", "0"
 
 
 def trained(processes: Processes, name: str, *arguments: object) -> list[dict[str, Any]]:
-    """What the ranks of a learner noted, which ended well."""
+    """Return the records of the ranks of a learner; the learner must have succeeded."""
     assert processes.end(processes.trainer(name, *PACED, *arguments)) == 0
     ranks = processes.ranks_held(name)
     assert len(ranks) == 2
@@ -31,8 +31,10 @@ def trained(processes: Processes, name: str, *arguments: object) -> list[dict[st
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("inner", ["ddp", "fsdp2"])
-def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(processes: Processes, inner: str) -> None:
-    """Two learners; what one hears of the other depends on the moment, but never on the rank."""
+def test_a_rate_by_fleet_tokens_is_equal_on_all_ranks_until_the_budget_is_used_up(
+    processes: Processes, inner: str
+) -> None:
+    """With two learners, the received tokens of the other one depend on the time, but not on the rank."""
     limit = 6000  # long enough for both to start
     processes.syncer(expect=2, data_parts=2)
     join, unset = processes.address.join_string(), json.loads(OF_THE_RUN)
@@ -52,7 +54,7 @@ def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(pro
     assert first["rates"] == other["rates"]
     assert first["steps"] == other["steps"] == len(first["rates"])
     alone = RATE * decayed_by_tokens(NUM_BATCH * first["steps"])
-    assert first["rates"][-1] < 0.9 * alone  # it has heard of the other one
+    assert first["rates"][-1] < 0.9 * alone  # it has received tokens of the other learner
     assert first["rates"] == sorted(first["rates"], reverse=True)
     until((processes.run_dir / "summary.json").exists, "the summary", processes)
     assert processes.summary()["fleet_tokens"] >= limit
@@ -61,8 +63,8 @@ def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(pro
 
 
 @pytest.mark.parametrize("inner", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp2"])
-def test_early_stopping_by_one_ranks_loss_stops_all(processes: Processes, inner: str) -> None:
-    """Of the anchor, validated after every fifth step; only rank 1 has samples on which it is that good."""
+def test_early_stopping_by_the_loss_of_one_rank_stops_all_ranks(processes: Processes, inner: str) -> None:
+    """The anchor is validated after every fifth step; only the samples of rank 1 give such a low loss."""
     first, other = trained(processes, "early", *SEVERAL[inner], "--early", 0.5)
     assert other["val_losses"][0] < 0.5 < min(first["val_losses"])
     assert first["steps"] == other["steps"] == 5
@@ -72,13 +74,13 @@ def test_early_stopping_by_one_ranks_loss_stops_all(processes: Processes, inner:
 @pytest.mark.parametrize(
     ("where", "number", "ranks", "num_steps"),
     [
-        pytest.param("batch", 6, BOTH, 7, marks=pytest.mark.thorough),  # there, as with Lightning's strategies
-        ("batch", 6, ONE, 8),  # after the next one: the others have begun it
+        pytest.param("batch", 6, BOTH, 7, marks=pytest.mark.thorough),  # at this step, as with Lightning's strategies
+        ("batch", 6, ONE, 8),  # after the next step, which the other ranks have begun
         pytest.param("batch", 6, FIRST, 8, marks=pytest.mark.thorough),
         pytest.param("validation", 4, ONE, 5, marks=pytest.mark.thorough),
     ],
 )
-def test_who_stops_on_some_ranks_stops_all(
+def test_a_stop_on_some_ranks_stops_all_ranks(
     processes: Processes, where: str, number: int, ranks: str, num_steps: int
 ) -> None:
     found = trained(processes, "stopped", *SEVERAL["ddp"], "--stops", where, number, *ranks)
@@ -87,7 +89,7 @@ def test_who_stops_on_some_ranks_stops_all(
 
 
 @pytest.mark.thorough
-def test_who_stops_on_one_rank_in_the_midst_of_accumulation_or_when_an_epoch_ends_stops_all(
+def test_a_stop_on_one_rank_during_accumulation_or_at_the_end_of_an_epoch_stops_all_ranks(
     processes: Processes,
 ) -> None:
     accumulating = ("--accumulate", 3, "--inner", "fsdp2", "--devices", 2)

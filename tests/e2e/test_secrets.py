@@ -1,4 +1,4 @@
-"""What a real run leaves behind: the token in two files, and nothing that others on this machine can read."""
+"""Files of a real run: two of them have the token, and other users of this machine can read none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def holding(root: Path, secret: str) -> set[str]:
-    """Files below root that hold this text."""
+    """Return the files below root that contain this text."""
     files = [path for path in root.rglob("*") if path.is_file()]
     return {path.relative_to(root).as_posix() for path in files if secret.encode() in path.read_bytes()}
 
@@ -44,7 +44,7 @@ def test_a_token_is_in_no_log_and_no_file_is_open_to_others(processes: Processes
     assert open_to_others(processes.run_dir) == set()
 
 
-def test_an_embedded_syncer_keeps_its_token_to_itself(processes: Processes) -> None:
+def test_an_embedded_syncer_does_not_reveal_its_token(processes: Processes) -> None:
     learner = processes.alone()
     (join,) = until(lambda: list(processes.root.rglob("join")), "the join file", processes)
     until((join.parent / "tape" / "events.jsonl").exists, "a run", processes)

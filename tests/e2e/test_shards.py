@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
 def shards(syncer: int) -> dict[str, psutil.Process]:
-    """Return the shards' processes by the argument that says which one it is."""
+    """Return the processes of the shards, by the argument with their number."""
     found = {}
     for child in psutil.Process(syncer).children():
         with suppress(psutil.Error):  # it ends
@@ -94,7 +94,7 @@ def test_killed_shards_a_killed_syncer_and_another_number_of_shards_lose_nothing
     assert (last["landed"], tuple(last["digests"])) == ([f.version for f in state.rounds.fragments], store.digests())
 
 
-def test_shards_elsewhere_find_their_syncer_move_and_end_with_the_run(processes: Processes) -> None:
+def test_shards_on_other_machines_find_their_syncer_may_move_and_end_with_the_run(processes: Processes) -> None:
     def start(k: int) -> subprocess.Popen[bytes]:
         command = ("-m", "lightning_diloco.cli.main", "syncer", "--shard", f"{k}/3", "--of", invitation)
         return processes.start(f"shard{k}", *command, "--run-dir", processes.root / f"shard{k}")
@@ -108,7 +108,7 @@ def test_shards_elsewhere_find_their_syncer_move_and_end_with_the_run(processes:
     os.kill(running[0].pid, signal.SIGKILL)
     processes.end(running[0])
     (processes.root / "shard1").rename(processes.root / "moved")
-    (processes.root / "moved" / "syncer" / "shards" / "1" / "join").unlink()  # it will listen elsewhere
+    (processes.root / "moved" / "syncer" / "shards" / "1" / "join").unlink()  # it will listen at another address
     (processes.root / "moved").rename(processes.root / "shard1")
     running[0] = start(1)
     until(lambda: all(shard["away_s"] is None for shard in processes.status()["shards"]), "the return", processes)

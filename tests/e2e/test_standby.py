@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
 def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
-    """Nothing was lost or counted twice, and learners hold what this syncer and its shards have on disk."""
+    """Check that nothing was lost or counted twice, and that learners hold the anchors on this syncer's disk."""
     summary = json.loads((pair.dirs[which] / "summary.json").read_text())
     held = [pair.processes.held(name) for name in learners]
     assert summary["status"] == "finished"
@@ -40,7 +40,7 @@ def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
 
 
 def assert_takes_over(pair: Pair, learner: subprocess.Popen[bytes]) -> None:
-    """The second syncer takes over from the first one, and serves the only learner, l0, to the end."""
+    """Check that the second syncer takes over from the first one, and serves the only learner, l0, to the end."""
     pair.until_commits(0, 4)
     pair.kill(0)
     pair.until_commits(1, 4)
@@ -75,7 +75,7 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards:
         assert said.count("copying the run") == which, "the standby at the start has none yet"
 
 
-def test_all_ranks_upload_to_the_new_syncer_also_those_of_a_learner_that_starts_later(processes: Processes) -> None:
+def test_all_ranks_upload_to_the_new_syncer_including_those_of_a_later_learner(processes: Processes) -> None:
     """The later one dials the former primary first: the addresses in its join string have the old order."""
     pair = Pair(processes, expect=1)
     join = processes.address.join_string()
@@ -145,7 +145,7 @@ def test_a_run_waits_for_a_killed_standby_and_then_continues_without_it(processe
     assert_takes_over(pair, learner)
 
 
-def test_a_standby_without_enough_learners_takes_over_if_a_person_says_so(processes: Processes) -> None:
+def test_a_standby_without_enough_learners_takes_over_on_request(processes: Processes) -> None:
     pair = Pair(processes, expect=2)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     pair.until_registered(0)
@@ -184,7 +184,7 @@ def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(
     assert_takes_over(pair, learner)
 
 
-def test_one_run_has_one_standby_and_it_needs_the_key(processes: Processes) -> None:
+def test_a_run_has_one_standby_which_needs_the_key(processes: Processes) -> None:
     pair = Pair(processes, expect=1)
     learner = processes.learner("l0")
     pair.until_registered(0)

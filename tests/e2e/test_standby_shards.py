@@ -1,4 +1,4 @@
-"""A run with shards and a standby that has as many: no machine is needed for the run to go on."""
+"""A run with shards, and a standby with as many shards: the run continues after the loss of any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
 def is_running_again(syncer: int, part: str, before: int) -> bool:
-    """Return whether another process than before is this shard of a syncer."""
+    """Return whether this shard of a syncer is a new process."""
     return (now := shards(syncer).get(part)) is not None and now.pid != before
 
 
@@ -49,7 +49,7 @@ def test_a_takeover_after_the_death_of_shards_on_both_sides_loses_nothing(proces
     assert_whole(pair, 1, ["l0", "l1"])
 
 
-def test_a_standby_takes_over_from_a_syncer_with_shards_elsewhere(processes: Processes) -> None:
+def test_a_standby_takes_over_from_a_syncer_with_shards_on_other_machines(processes: Processes) -> None:
     def start(k: int) -> subprocess.Popen[bytes]:
         command = ("-m", "lightning_diloco.cli.main", "syncer", "--shard", f"{k}/3", "--of", pair.invitation)
         return processes.start(f"shard{k}", *command, "--run-dir", processes.root / f"shard{k}")
@@ -72,7 +72,7 @@ def test_a_standby_takes_over_from_a_syncer_with_shards_elsewhere(processes: Pro
     pair.until_commits(0, 8)
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, pair.running[0], *elsewhere)] == [0] * 5
-    for k in (1, 2):  # where `assert_whole` looks for all files of the run
+    for k in (1, 2):  # `assert_whole` expects all files of the run there
         shutil.copytree(
             processes.root / f"shard{k}" / "syncer" / "shards", pair.dirs[0] / "syncer" / "shards", dirs_exist_ok=True
         )

@@ -1,6 +1,6 @@
-"""A learner that leases TextData, in one process or several. Each rank notes the rows of every step it makes.
+"""A learner that leases TextData, in one process or several. Each rank records the rows of each step.
 
-Rank r appends to OUT.<r>.jsonl, one line a step, before any of it can be merged.
+Rank r appends one line per step to OUT.<r>.jsonl, before the step can be merged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INNER = {
 
 
 class Stamped:
-    """Ranges of rows that say in their first token which epoch they are of."""
+    """Ranges of rows whose first token is their epoch."""
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges, self.catalogue = ranges, ranges.catalogue
@@ -53,14 +53,14 @@ class StampedText(TextData):
 
 
 def text_data(folder: Path, batch_size: int) -> StampedText:
-    """Of all documents in the folder `texts` there."""
+    """Return the data of all documents in the subfolder `texts`."""
     files, cache_dir = str(folder / "texts" / "*.txt"), str(folder / "cache")
     sizes = {"seq_len": SEQ_LEN, "range_size": RANGE_SIZE, "vocab_size": VOCAB_SIZE}
     return StampedText(files=files, cache_dir=cache_dir, val_fraction=0.1, batch_size=batch_size, **sizes)
 
 
 class Echo(L.LightningModule):
-    """Two layers that learn to say what they hear."""
+    """Two layers that learn to reproduce their input."""
 
     def __init__(self, out: Path, until: Path, pause_s: float) -> None:
         super().__init__()

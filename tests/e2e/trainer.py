@@ -1,7 +1,8 @@
-"""A learner as a Trainer, in one process or several. Each rank writes what it held at the end to OUT.<rank>.json.
+"""A learner with a Trainer, in one process or several. Each rank writes its final values to OUT.<rank>.json.
 
-With --paced, a step begins only when everything of the last one has landed: then what is exchanged when does not depend
-on the clock, and runs can be compared number by number. So can runs of several learners with --go, see in_step.py.
+With --paced, a step begins only when all exchanges of the last step have landed. The times of exchanges then do not
+depend on the clock, and runs can be compared number by number. With --go, this also holds for runs of several learners,
+see in_step.py.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from tests.e2e.spread import spread
 from tests.quiet import QUIET
 
 NUM_SAMPLES, WIDTH = 384, 8
-HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
+HIDDEN = 34  # half of it is odd, and so are the parts of the last layer
 RATE = 0.05
 PACE_S = 180.0
 
 
 def decayed(step: int) -> float:
-    """Of the learning rate, by steps."""
+    """Return the factor of the learning rate by steps."""
     return 8 / (8 + step)
 
 
 def decayed_by_tokens(tokens: int) -> float:
-    """Likewise, by what the fleet has seen."""
+    """Return the factor of the learning rate by the tokens of the fleet."""
     return 1 / (1 + tokens)
 
 
 def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Of FSDP: the first layer is, so that the last belongs to the root."""
+    """Return True for the first layer, so that FSDP leaves the last layer to the root."""
     return recurse or (isinstance(module, nn.Linear) and module.in_features == WIDTH)
 
 
@@ -64,12 +65,12 @@ INNER = {
 
 
 class Regression(L.LightningModule):
-    """Two layers; every batch says which samples it holds. Of each step it notes what it was made with."""
+    """Two layers. Each batch has the indices of its samples. The module records the settings of each step."""
 
     momentum = 0.0
     decays = False
     fails = (-1, -1)  # batch and rank
-    stops = ("never", -1, (-1,))  # where, in or after which batch, and on which ranks
+    stops = ("never", -1, (-1,))  # where to stop: in or after which batch, and on which ranks
     by_tokens = False
 
     def __init__(self, num_batch: int, shuffles: bool, part: tuple[int, int]) -> None:
@@ -115,7 +116,7 @@ class Regression(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: torch.optim.Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        """As Lightning does it; under FSDP it refuses, and users call FSDP's own."""
+        """Clip as Lightning does; under FSDP, Lightning refuses, and users call FSDP's own method."""
         if gradient_clip_val is None:
             return
         if isinstance(self.trainer.strategy, FSDPStrategy):
@@ -165,15 +166,16 @@ class Regression(L.LightningModule):
 
 
 def samples() -> TensorDataset:
-    """Index, input and target."""
+    """Return index, input and target."""
     x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
     return TensorDataset(torch.arange(NUM_SAMPLES), x, torch.sin(3 * x[:, :3]))
 
 
 class Pace(Callback):
-    """Rank 0 waits after each batch: until nothing is under way, or for some time. After one, a checkpoint is saved.
+    """Rank 0 waits after each batch until nothing is in transit, or for some time. After one batch, a checkpoint is
+    saved.
 
-    Once a file is there, all ranks stop.
+    When a file appears, all ranks stop.
     """
 
     def __init__(self, pause_s: float | None, save_at: int, path: Path, stop_file: Path | None) -> None:

@@ -1,10 +1,11 @@
-"""One rank of a learner without a Trainer: it joins, says so, waits for the file DIR/go, and makes its steps.
+"""One rank of a learner without a Trainer: it joins, reports it, waits for the file DIR/go, and makes its steps.
 
     two_ranks.py DIR RANK SIZE LINE STEPS CUT
 
-LINE is the `host:port` over which this rank speaks with the syncer, "cut", or "direct": then the bytes of contributions
-that it has sent are in DIR/sent.RANK, by the syncer's `host:port`. It makes STEPS steps; 0: until DIR/stop exists. CUT
-says what it holds: "whole" parameters, then digests of its anchors go to DIR/digests.RANK, or "rows" of them.
+LINE is the `host:port` over which this rank connects to the syncer, "cut", or "direct". With "direct", it writes the
+bytes of the contributions that it has sent to DIR/sent.RANK, by the syncer's `host:port`. It makes STEPS steps; 0:
+until DIR/stop exists. CUT is the part of the parameters that it holds: "whole", or "rows". With "whole", it writes the
+digests of its anchors to DIR/digests.RANK.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from lightning_diloco.transport.flight import FlightConnection
 
 SHAPES = {"first": (1024, 512), "second": (1024, 512)}
 PACE_S, TOKENS = 0.01, 3
-ODD = 7  # so that ranks do not begin where quantization blocks do
+ODD = 7  # so that ranks do not begin at a quantization block
 
 
 sent: Counter[str] = Counter()
 
 
 class Counted(FlightConnection):
-    """A connection that counts what went over it."""
+    """A connection that counts the sent bytes."""
 
     def __init__(self, address: JoinAddress, file: Path) -> None:
         super().__init__(address)

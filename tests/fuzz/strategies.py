@@ -1,4 +1,4 @@
-"""What may come over a wire: near-valid messages, flawed contributions, and anything else that JSON can say."""
+"""Strategies for received data: nearly valid messages, flawed contributions, and arbitrary JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ json_objects = st.dictionaries(
 
 
 def of_type(hint: Any) -> st.SearchStrategy[Any]:
-    """Values that JSON has for this type of a message's field."""
+    """Return JSON values for this type of a message's field."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return st.one_of([of_type(option) for option in args])
@@ -49,7 +49,7 @@ def of_type(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def fields_of(kind: type) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with the fields of a message or of a part of one."""
+    """Return objects with the fields of a message or of a part of one."""
     hints = typing.get_type_hints(kind)
     return st.fixed_dictionaries({field.name: of_type(hints[field.name]) for field in msgspec.structs.fields(kind)})
 
@@ -60,7 +60,7 @@ def _message(kind: type) -> st.SearchStrategy[dict[str, Any]]:
 
 @st.composite
 def _mutated(draw: st.DrawFn) -> dict[str, Any]:
-    """A message with a field missing, added, or of another type."""
+    """Return a message with a missing field, an additional field, or a field of another type."""
     message = draw(st.one_of([_message(kind) for kind in KINDS]))
     name = draw(st.sampled_from(sorted(message)))
     how = draw(st.sampled_from(["missing", "added", "replaced"]))
@@ -85,13 +85,13 @@ plain_ready = st.fixed_dictionaries(
 
 @dataclasses.dataclass(frozen=True)
 class Flawed:
-    """A contribution that must never be merged: something is wrong with its description or with its bytes.
+    """A contribution that must never be merged, because its description or its bytes are wrong.
 
     Args:
-        ready: description; what depends on the state of the run (seq, base, generation) is added by the test.
-        flaw: fields that replace those of the description in the end; None removes a field.
-        payload: its bytes.
-        is_announced: whether the description is said on the control connection, too.
+        ready: description; the test adds fields that depend on the state of the run (seq, base, generation).
+        flaw: fields that finally replace those of the description; None removes a field.
+        payload: bytes of the contribution.
+        is_announced: whether the description is also sent on the control connection.
     """
 
     ready: dict[str, Any]
@@ -110,7 +110,7 @@ GOOD_SCALE = b"\x80\x3f"
 
 @st.composite
 def flawed_contributions(draw: st.DrawFn, num_values: int, num_scales: int) -> Flawed:
-    """One flaw each; sound bytes are int8 values, then bfloat16 scales."""
+    """Return contributions with one flaw each; valid bytes are int8 values, then bfloat16 scales."""
     ready, is_announced = draw(plain_ready), draw(st.booleans())
     if draw(st.booleans()):
         return Flawed(ready, {}, draw(_flawed_payloads(num_values, num_scales)), is_announced)

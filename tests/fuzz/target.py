@@ -1,4 +1,4 @@
-"""A syncer to be attacked, with an honest learner beside it whose every contribution must be merged exactly once."""
+"""A syncer to be attacked, and an honest learner whose contributions must each be merged exactly once."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ OPTIONS = {"sync_every": 8, "num_fragments": NUM_FRAGMENTS, "block_size": 16, "l
 
 
 class Peer:
-    """A process that talks to the syncer, as far as a test needs it to.
+    """A process that sends and receives the messages that a test needs.
 
     Args:
-        connection: its own.
-        learner: its id.
+        connection: its connection.
+        learner: its learner id.
 
     Attributes:
-        model, options: of the run, if this is the first one and seeds it.
-        wait_s: how long it waits for a message.
+        model, options: those of the run, if this process seeds it.
+        wait_s: time limit of the wait for a message.
     """
 
     model: ModelDescription = MODEL
@@ -66,7 +66,7 @@ class Peer:
         self.connection.send(self.session, [messages.encode(message) for message in said])
 
     def hear(self, kind: Any, again: messages.FromLearner | None = None, **wanted: Any) -> Any:
-        """Wait for a message with these fields, saying `again` from time to time; what came before it is forgotten."""
+        """Wait for a message with these fields, sending `again` from time to time; earlier messages are dropped."""
         until_s = time.monotonic() + self.wait_s
         while time.monotonic() < until_s:
             while self._heard:
@@ -82,7 +82,7 @@ class Peer:
         raise AssertionError(f"{self.learner} waited {self.wait_s:.0f} s for {kind} {wanted}")
 
     def join(self) -> messages.Welcome:
-        """Hello to active; seeds the run if it is empty."""
+        """Join the run; seed it if it is empty."""
         hello = messages.Hello(self.learner, 1, PROTOCOL_VERSION, {})
         self.say(hello)
         answer = self.hear((messages.Welcome, messages.SeedGrant))
@@ -102,7 +102,7 @@ class Peer:
 
 
 class Honest(Peer):
-    """Contributes to every fragment in turn, and keeps the books it will be compared with."""
+    """Contributes to every fragment in turn, and keeps its own token accounts for the check."""
 
     def __init__(self, connection: Connection, learner: str = "honest") -> None:
         super().__init__(connection, learner)
@@ -119,7 +119,7 @@ class Honest(Peer):
         return welcome
 
     def train(self) -> None:
-        """STEPS steps, then a contribution to each fragment, merged before the next."""
+        """Make STEPS steps, then contribute to each fragment; each contribution is merged before the next one."""
         start, self.tokens, self.step = self.start, self.tokens + TOKENS, self.step + STEPS
         for p in range(NUM_FRAGMENTS):
             while not self._contribute(p, start):
@@ -130,7 +130,7 @@ class Honest(Peer):
         self.said = [*self.said, heartbeat][-MAX_SAID:]
 
     def _contribute(self, p: int, start: int) -> bool:
-        """Returns whether it was merged; False: a new generation began, and it must be offered again."""
+        """Return whether it was merged; False: a new generation began, and it must be sent again."""
         intent = messages.Intent(p, STEP_S)
         self.say(intent)
         if not self._is_told(messages.Announce, intent, p):
@@ -148,7 +148,7 @@ class Honest(Peer):
         return commit is not None
 
     def _is_told(self, kind: type, again: messages.FromLearner, p: int) -> Any:
-        """This message about the fragment; None if a new generation began."""
+        """Wait for this message about the fragment; return None if a new generation began."""
         while True:
             heard = self.hear((kind, messages.Welcome), again)
             if isinstance(heard, kind):
@@ -159,7 +159,7 @@ class Honest(Peer):
                 return None
 
     def replay(self, number: int) -> None:
-        """Say once more what was said before; a network may do that."""
+        """Send earlier messages again, as a network may do."""
         if self.said:
             again = self.said[number % len(self.said)]
             if isinstance(again, Bulk):
@@ -185,11 +185,11 @@ class Honest(Peer):
 
 
 class Wire:
-    """What reaches a handler from a peer that encodes as it likes; implements the calls of `Connection`.
+    """A peer that sends arbitrary encodings to a handler; implements the calls of `Connection`.
 
     Args:
         handler: the syncer's side.
-        reported: receives what is an error of the handler, not of the peer.
+        reported: receives errors of the handler, but not those of the peer.
     """
 
     def __init__(self, handler: Handler, reported: list[Exception]) -> None:
@@ -224,7 +224,7 @@ class Wire:
 
 
 class Target:
-    """A running syncer with an honest learner; `check` says whether it is what it was."""
+    """A running syncer with an honest learner; `check` verifies that it still works."""
 
     def __init__(self, run_dir: Path, *, durable: SyncerStore | None = None) -> None:
         self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run", durable=durable)
@@ -239,7 +239,7 @@ class Target:
         self.num_threads = threading.active_count()
 
     def admit_mallory(self) -> Peer:
-        """An authenticated learner that will say anything."""
+        """Join an authenticated learner that will send arbitrary messages."""
         mallory = Peer(self.transport.connect(), "mallory")
         mallory.join()
         return mallory
@@ -249,12 +249,12 @@ class Target:
         return member is not None and member.state == "active"
 
     def settle(self) -> None:
-        """Return when everything said so far has been dealt with: messages of one learner are dealt with in order."""
+        """Return when all messages so far have been processed; messages of one learner are processed in order."""
         self.honest.say(messages.AskFate(0, 0))
         self.honest.hear(messages.FateIs, fragment=0, seq=0)
 
     def check(self) -> None:
-        """The honest learner goes on, and nothing that was said against the rules has left a trace."""
+        """Check that the honest learner continues, and that invalid messages had no effect."""
         assert self.service.error is None
         assert self.reported == []
         self.wire.status()
@@ -275,12 +275,12 @@ class Target:
 
 
 def message_fields(message: messages.FromLearner) -> Json:
-    """A message without its kind, as bulk headers carry it."""
+    """Return the fields of a message without its kind, as in a bulk header."""
     return {name: value for name, value in messages.encode(message).items() if name != "kind"}
 
 
 def held_bytes(root: object) -> int:
-    """Memory of everything that can be reached from an object, code and threads left out."""
+    """Return the memory of all objects that can be reached from an object, without code and threads."""
     seen: set[int] = set()
     waiting, total = [root], 0
     while waiting:

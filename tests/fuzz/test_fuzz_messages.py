@@ -1,6 +1,7 @@
-"""Generated messages against a live syncer: nothing invalid is applied, nothing falls over, the honest one goes on.
+"""Generated messages against a live syncer: it applies none that is invalid, does not fail, and serves the honest
+learner.
 
-2,000 messages with the slow suite, 4 x 25,000 with `-m fuzz`.
+The slow suite sends 2,000 messages, `-m fuzz` sends 4 x 25,000.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.transport.memory import MemoryTransport
 
 NUM_VALUES, NUM_SCALES = 64, 4
 CHECK_EVERY = 100
-MAX_GROWTH_BYTES = 4 << 20  # each time Mallory has left and is admitted again, there is one session more to know
+MAX_GROWTH_BYTES = 4 << 20  # each time Mallory leaves and joins again, the syncer remembers one more session
 
 sends = st.tuples(st.just("send"), st.booleans(), st.lists(control_messages, min_size=1, max_size=4))
 single_sends = st.tuples(st.just("send"), st.just(True), st.lists(near_valid, min_size=1, max_size=1))
@@ -66,7 +67,7 @@ def target(tmp_path: Path) -> Iterator[Target]:
 
 
 def put_flawed(target: Target, session: str, flawed: Flawed) -> None:
-    """Offer a contribution that would be merged in the next round, but for its flaw."""
+    """Send a contribution that would be merged in the next round without its flaw."""
     p = flawed.ready["fragment"]
     base, generation = target.honest.versions[p], target.honest.generation
     ready = {"seq": next(target.seqs), "base": base, "generation": generation, **flawed.ready, **flawed.flaw}
@@ -78,7 +79,7 @@ def put_flawed(target: Target, session: str, flawed: Flawed) -> None:
 
 
 def attack(target: Target, what: tuple[Any, ...]) -> None:
-    """Carry out one attack; to be refused is fine, any other error is the syncer's."""
+    """Run one attack; a refusal is expected, any other error is a bug of the syncer."""
     wire, session = target.wire, target.mallory.session
     with contextlib.suppress(DiLoCoError):
         match what:
@@ -103,13 +104,15 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
     "num_messages",
     [pytest.param(2_000, marks=pytest.mark.slow), *[pytest.param(25_000, marks=pytest.mark.fuzz)] * 4],
 )
-def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target, num_messages: int) -> None:
+def test_generated_messages_are_never_applied_and_do_not_affect_the_honest_learner(
+    target: Target, num_messages: int
+) -> None:
     before_bytes = held_bytes(target.service)
     journal: deque[object] = deque(maxlen=CHECK_EVERY)
     failures: list[Exception] = []
     count = itertools.count(1)
 
-    # The target remembers what came before, so an example cannot be run again or made smaller.
+    # The target keeps its state between examples, so an example cannot be repeated or shrunk.
     @settings(max_examples=num_messages, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(attacks)
     def run(what: tuple[Any, ...]) -> None:
@@ -135,7 +138,7 @@ def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target,
 
 
 @pytest.mark.parametrize("scale", BAD_SCALES, ids=["NaN", "Inf", "-Inf", "negative"])
-def test_one_bad_scale_is_refused_and_ends_nothing(target: Target, scale: bytes) -> None:
+def test_one_bad_scale_is_refused_and_the_run_continues(target: Target, scale: bytes) -> None:
     payload = bytes(NUM_VALUES) + 3 * GOOD_SCALE + scale
     put_flawed(
         target, target.mallory.session, Flawed({"fragment": 0, "start": 0, "stop": 9, "steps": 1}, {}, payload, True)
@@ -146,7 +149,7 @@ def test_one_bad_scale_is_refused_and_ends_nothing(target: Target, scale: bytes)
 
 
 @pytest.mark.slow
-def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_sessions_take_bounded_memory(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_SESSIONS", 50)
     for number in range(3000):
         session = f"made up {number}"
@@ -162,7 +165,7 @@ def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytes
 
 
 def test_one_payload_per_session_and_fragment_is_kept(target: Target) -> None:
-    """Sound in themselves, and so many that none of them may wait for its round."""
+    """The payloads are valid, but too many to wait for their rounds."""
     payload = bytes(NUM_VALUES) + NUM_SCALES * GOOD_SCALE
     session, desk = target.mallory.session, target.service._desk
     num_refused = 0
@@ -181,8 +184,8 @@ def test_one_payload_per_session_and_fragment_is_kept(target: Target) -> None:
     assert len(desk._payloads) == 0
 
 
-def test_a_payload_that_comes_again_after_its_fate_is_not_kept(target: Target) -> None:
-    """Else the next one of its sender would have to wait for the syncer to say so once more."""
+def test_a_payload_that_is_repeated_after_its_fate_is_not_kept(target: Target) -> None:
+    """Otherwise the sender's next payload would have to wait until the syncer has repeated the fate."""
     target.honest.train()
     sent = [said for said in target.honest.said if isinstance(said, Bulk)]
     handle = target.service.state.handle
@@ -196,7 +199,7 @@ def test_a_payload_that_comes_again_after_its_fate_is_not_kept(target: Target) -
     target.check()
 
 
-def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_refused_while_too_many_events_wait(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     most = service.MAX_WAITING
     monkeypatch.setattr(service, "MAX_WAITING", 500)
     handle, is_free = target.service.state.handle, threading.Event()
@@ -216,14 +219,14 @@ def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, m
     target.check()
 
 
-def test_a_call_with_more_messages_than_may_wait_is_refused_whole(target: Target) -> None:
+def test_a_call_with_too_many_messages_is_refused_as_a_whole(target: Target) -> None:
     with pytest.raises(TransportError, match="10001 events for the syncer"):
         target.wire.send("stranger", [{"kind": "AskFate", "fragment": 0, "seq": 1}] * 10_001)
     target.check()
 
 
-def test_start_values_are_kept_of_the_seeder_only(tmp_path: Path) -> None:
-    """Before there is a run, anybody with the token may offer it a start; what was not asked for is not kept."""
+def test_only_start_values_of_the_seeder_are_kept(tmp_path: Path) -> None:
+    """Before the seed, any peer with the token may send start values; those that were not requested are dropped."""
     served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run")
     transport = MemoryTransport(served)
     served.start()
@@ -240,7 +243,7 @@ def test_start_values_are_kept_of_the_seeder_only(tmp_path: Path) -> None:
     served.stop()
 
 
-def test_start_values_of_a_run_that_has_them_are_not_kept(target: Target) -> None:
+def test_start_values_are_not_kept_after_the_seed(target: Target) -> None:
     for number in range(20):
         header = {"what": "seed", "session": target.mallory.session, "fragment": number % 2, "lease": number}
         target.wire.put(header, bytes(256))
@@ -249,7 +252,7 @@ def test_start_values_of_a_run_that_has_them_are_not_kept(target: Target) -> Non
 
 
 class Absurd(Honest):
-    """Its values are finite, and next to the largest float32."""
+    """Sends finite values close to the largest float32."""
 
     def payload(self, p: int) -> Tensor:
         x = torch.full((self.plan.layout(p, self.config.block_size).padded_numel,), 3e38)
@@ -257,8 +260,8 @@ class Absurd(Honest):
 
 
 @pytest.mark.seconds
-def test_values_that_would_overflow_the_anchor_are_refused_before_any_norm_is_usual(target: Target) -> None:
-    """The outer gradient is finite, the anchor after it would not be: found when the commit is about to be written."""
+def test_values_that_would_overflow_the_anchor_are_refused_before_usual_norms_are_known(target: Target) -> None:
+    """The outer gradient is finite, but the next anchor would not be; this is detected before the commit is written."""
     absurd = Absurd(target.transport.connect(), "absurd")
     absurd.join()
     intent, ready = messages.Intent(0, STEP_S), messages.Ready(0, 1, 0, 0, 0, TOKENS, STEPS)
@@ -273,8 +276,8 @@ def test_values_that_would_overflow_the_anchor_are_refused_before_any_norm_is_us
 
 
 @pytest.mark.slow
-def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
-    """Finite, well-formed and 10^30 times too long: merged as what it claims to be, it would be the end of the run."""
+def test_an_extreme_norm_is_scaled_down_to_the_usual_one(target: Target) -> None:
+    """The contribution is finite, but 10^30 times too long: merged without scaling, it would destroy the run."""
     for _ in range(10):
         target.honest.train()
     before = target.service._store.anchor(0).published.clone()
@@ -285,7 +288,7 @@ def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
     moved = (target.service._store.anchor(0).published - before).abs().max()
     assert 0 < moved < 1.0
     assert target.service.state.ledger.totals().merged == merged, "no token of it is merged"
-    target.honest.start -= TOKENS  # so it goes into the next contribution
+    target.honest.start -= TOKENS  # so the rest goes into the next contribution
     target.check()
     (learner,) = [x for x in target.service.on_status()["learners"] if x["id"] == "honest"]
     assert (learner["num_clipped"], learner["num_refused"]) == (2, 0)  # one in each fragment

@@ -1,7 +1,8 @@
-"""Raw Flight calls against a live server: wrong tokens, odd bytes, torn and lying streams. None is used, none hurts.
+"""Raw Flight calls against a live server: wrong tokens, odd bytes, torn and false streams. All are refused without
+effect.
 
-Examples are fewer than for messages: each is a call over a socket. 300 with the slow suite, in this process; 5,000 with
-`-m fuzz`, against a syncer that is a process of its own, so that its memory can be watched.
+There are fewer examples than for messages, because each is a call over a socket: 300 in the slow suite, in this
+process; 5,000 with `-m fuzz`, against a separate syncer process whose memory is measured.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ tickets = bodies
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, pa.Schema, list[bytes]]:
-    """An envelope and a stream of batches that do not belong to each other."""
+    """Return an envelope and a stream of batches that do not belong together."""
     payload = draw(st.binary(max_size=200))
     declared = draw(st.sampled_from([len(payload), 0, len(payload) + 1, LIMIT_BYTES + 1, 2**62, -1, "9", None, 1.5]))
     checksum = draw(st.sampled_from([zlib.crc32(payload) ^ 1, "x", None, -1]))
@@ -68,7 +69,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, pa.Schema, list[bytes]]:
 
 
 class Intruder:
-    """A Flight client that passes the handshake, shows this token, and has nothing else of ours."""
+    """A raw Flight client that passes the handshake and sends this token."""
 
     def __init__(self, address: JoinAddress, token: str) -> None:
         self._client = raw_client(address)
@@ -109,7 +110,7 @@ def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
 
 
 def make_calls(address: JoinAddress, num_calls: int, after_each: Callable[[], None]) -> None:
-    """Each call once with the token, and once with another."""
+    """Make each call once with the token, and once with a wrong token."""
     intruder, stranger = Intruder(address, address.token), Intruder(address, "wrong")
     calls = st.tuples(st.just("act"), actions) | st.tuples(st.just("get"), st.tuples(tickets))
     calls |= st.tuples(st.just("put"), streams())
@@ -130,7 +131,7 @@ def make_calls(address: JoinAddress, num_calls: int, after_each: Callable[[], No
 
 
 @pytest.mark.slow
-def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightServer]) -> None:
+def test_odd_calls_are_refused_and_do_not_affect_the_honest_learner(served: tuple[Target, FlightServer]) -> None:
     target, server = served
 
     def check() -> None:
@@ -144,7 +145,7 @@ def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightSe
 
 
 @pytest.mark.fuzz
-def test_thousands_of_odd_calls_neither_end_nor_bloat_a_syncer_process(processes: Processes) -> None:
+def test_a_syncer_process_survives_thousands_of_odd_calls_in_bounded_memory(processes: Processes) -> None:
     options = [word for name, value in OPTIONS.items() for word in ("--" + name.replace("_", "-"), value)]
     syncer = processes.start(
         "syncer", "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", processes.run_dir, *options

@@ -13,7 +13,7 @@ NUM_DOCUMENTS = 12
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of text files; file i consists of the word `marker<letter i>` and common words."""
+    """Return a folder of text files; file i consists of the word `marker<letter i>` and common words."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for index in range(NUM_DOCUMENTS):

@@ -1,4 +1,4 @@
-"""A callback that notes how the model of each rank is spread before anything is computed."""
+"""A callback that records how each rank's model is sharded before the first computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Noting(Callback):
     """Writes FOLDER/<rank>.json.
 
     Args:
-        folder: that is there.
+        folder: an existing folder.
     """
 
     def __init__(self, folder: str) -> None:

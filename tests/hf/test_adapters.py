@@ -1,4 +1,4 @@
-"""Fine-tuning: pretrained weights as a run's start, adapters beside a frozen base, and what is exported of it."""
+"""Fine-tuning: runs that start from pretrained weights, adapters next to a frozen base, and their exports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VOCAB = 64
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """A transformers folder with tied weights."""
+    """Return a transformers folder with tied weights."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=32, tie_word_embeddings=True,
@@ -54,7 +54,7 @@ def built(**options: Any) -> CausalLM:
 
 
 def fit(module: CausalLM, root: Path, *, num_steps: int) -> Path:
-    """Train alone, with an embedded syncer; returns RUN_DIR."""
+    """Train alone, with an embedded syncer; return RUN_DIR."""
     tokens = torch.randint(VOCAB, (num_steps, 8))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = L.Trainer(
@@ -94,7 +94,7 @@ def test_a_run_starts_from_pretrained_weights_and_is_exported(pretrained: Path, 
 
 
 @pytest.mark.slow
-def test_of_an_adapter_run_only_the_adapter_is_exchanged_and_exported(pretrained: Path, tmp_path: Path) -> None:
+def test_a_run_with_an_adapter_exchanges_and_exports_only_the_adapter(pretrained: Path, tmp_path: Path) -> None:
     options = {"name": str(pretrained), "adapter": LORA}
     module = CausalLM(**options, lr=0.05)
     run_dir = fit(module, tmp_path, num_steps=4)
@@ -159,12 +159,12 @@ def test_a_misspelt_field_is_refused_with_the_nearest(adapter: dict[str, Any], s
     assert said in str(caught.value)
 
 
-def test_modules_that_the_model_lacks_are_refused(pretrained: Path) -> None:
+def test_unknown_target_modules_are_refused(pretrained: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be put into LlamaForCausalLM"):
         built(name=str(pretrained), adapter={"target_modules": ["no_such_layer"]})
 
 
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_is_reported_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"lightning-diloco\[peft\]"):
         CausalLM(name="somewhere", adapter=LORA)

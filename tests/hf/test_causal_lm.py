@@ -83,7 +83,7 @@ def test_validation_sums_in_float32_when_the_module_is_cast(dtype: torch.dtype) 
         assert metric.compute().item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_vocabulary_comes_from_the_data_and_stays_in_the_checkpoint(
+def test_vocabulary_comes_from_the_data_and_is_saved_in_the_checkpoint(
     tmp_path: Path, texts: Path, cache_dir: Path
 ) -> None:
     data = TextData(files=str(texts / "*.txt"), vocab_size=300, seq_len=16, batch_size=4, cache_dir=str(cache_dir))
@@ -129,7 +129,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("constant", 1.0)])
-def test_learning_rate_warms_up_and_ends_where_it_should(tmp_path: Path, schedule: str, last: float) -> None:
+def test_learning_rate_warms_up_and_ends_at_its_final_value(tmp_path: Path, schedule: str, last: float) -> None:
     model = _built(lr=1.0, warmup_steps=2, schedule=schedule)
     trainer = _trainer(tmp_path, max_steps=6)
     rates: list[float] = []
@@ -179,7 +179,7 @@ def test_a_misspelt_field_of_the_models_config_is_refused_with_the_nearest_name(
 
 
 @pytest.mark.parametrize("from_scratch", [True, False])
-def test_a_model_that_is_not_here_and_cannot_be_fetched_is_refused(from_scratch: bool) -> None:
+def test_a_model_that_is_not_local_and_cannot_be_downloaded_is_refused(from_scratch: bool) -> None:
     with pytest.raises(ConfigError, match=r"name='nobody/nothing' was not found or not reached .*`hf download nobody/"):
         CausalLM(name="nobody/nothing", from_scratch=from_scratch).configure_model()
 
@@ -191,7 +191,7 @@ def test_a_model_is_given_by_name_or_by_config(options: dict[str, Any], given: s
 
 
 class _Fleet:
-    """A trainer whose strategy knows a fleet."""
+    """A trainer whose strategy has fleet tokens."""
 
     def __init__(self) -> None:
         self.strategy, self.fleet_tokens = self, 0
@@ -201,7 +201,7 @@ class _Fleet:
 
 
 @pytest.mark.parametrize(("schedule", "half_way", "end"), [("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)])
-def test_a_schedule_goes_by_the_tokens_of_the_fleet(
+def test_a_schedule_follows_the_tokens_of_the_fleet(
     schedule: str, half_way: float, end: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, fleet = _built(lr=1.0, schedule=schedule, warmup_tokens=100, schedule_tokens=1100), _Fleet()
@@ -223,6 +223,6 @@ def test_a_schedule_goes_by_the_tokens_of_the_fleet(
         ({"warmup_tokens": 5}, "must be 0 without schedule_tokens"),
     ],
 )
-def test_steps_and_tokens_are_not_mixed(options: dict[str, int], said: str) -> None:
+def test_schedules_cannot_mix_steps_and_tokens(options: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CausalLM(name="somewhere", **options)

@@ -28,14 +28,14 @@ def test_rows_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
         assert list(documents[TEXT]) == rows
 
 
-def test_a_link_is_read_by_its_own_name(tmp_path: Path) -> None:
-    (tmp_path / "0a1b").write_text('{"text": "row"}')  # as caches of downloads name what they hold
+def test_the_format_of_a_link_follows_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "0a1b").write_text('{"text": "row"}')  # as in download caches
     (tmp_path / "rows.jsonl").symlink_to(tmp_path / "0a1b")
     documents = find_files(str(tmp_path / "rows.jsonl")).load(tmp_path / "scratch")
     assert list(documents[TEXT]) == ["row"]
 
 
-def test_fingerprint_follows_content_and_order_not_place(texts: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_order_but_not_on_the_location(texts: Path, tmp_path: Path) -> None:
     files = sorted(texts.iterdir())[:2]
     before = FileCorpus(tuple(files)).fingerprint()
     assert FileCorpus(tuple(reversed(files))).fingerprint() != before
@@ -47,7 +47,9 @@ def test_fingerprint_follows_content_and_order_not_place(texts: Path, tmp_path: 
     assert FileCorpus(tuple(files)).fingerprint() != before
 
 
-def test_copies_of_a_folder_are_the_same_corpus_and_other_content_is_another(texts: Path, tmp_path: Path) -> None:
+def test_copies_of_a_folder_are_the_same_corpus_and_other_content_is_another_corpus(
+    texts: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(texts, copy)
     os.utime(copy / "00.txt", (1, 1))
@@ -92,7 +94,9 @@ def test_wrong_text_column_names_the_columns(tmp_path: Path) -> None:
     ("name", "content", "kind"),
     [("a.parquet", b"not parquet", "parquet"), ("a.jsonl", b"{", "json"), ("a.txt", b"\xff\xfe\x00", "text")],
 )
-def test_unreadable_files_are_named_however_they_are_read(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+def test_unreadable_files_are_named_when_loaded_or_streamed(
+    tmp_path: Path, name: str, content: bytes, kind: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     corpus = find_files(str(tmp_path / name))
     with pytest.raises(ConfigError, match=rf"{name} cannot be read as {kind} \(.+\); .* leave it out of files="):

@@ -1,4 +1,4 @@
-"""Which models `CausalLM` trains: those whose logits do not depend on later tokens, with shifted labels."""
+"""`CausalLM` trains only models whose logits do not depend on later tokens, and that shift their labels."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def _built(config: dict[str, Any]) -> CausalLM:
     + [{"model_type": "gpt_neox", **SIZES}, {"model_type": "gpt2", **IDS, "n_embd": 16, "n_layer": 1, "n_head": 2}],
     ids=lambda config: config["model_type"],
 )
-def test_a_model_that_is_built_sees_no_later_token_and_shifts_its_labels(config: dict[str, Any]) -> None:
+def test_an_accepted_model_sees_no_later_token_and_shifts_its_labels(config: dict[str, Any]) -> None:
     model = _built(config).eval()
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
     other_end = tokens.clone()
@@ -64,7 +64,7 @@ def test_a_mixture_of_experts_trains_with_its_balancing_term_and_is_exported_wit
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_an_encoder_is_refused_with_what_makes_it_a_decoder(kind: str) -> None:
+def test_an_encoder_is_refused_with_the_option_that_makes_it_a_decoder(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"model_type='{kind}' with is_decoder=False .* set is_decoder: true"):
         _built({"model_type": kind, **SIZES})
 

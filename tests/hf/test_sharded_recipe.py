@@ -1,4 +1,4 @@
-"""A recipe's language model over two devices of a learner, sharded: `inner=ModelParallelStrategy` and nothing else."""
+"""`inner=ModelParallelStrategy` shards a recipe's language model over two devices of a learner."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_layers_are_sharded_and_the_run_ends_well(tmp_path: Path) -> None:
     assert (found["status"], found["ledger_exact"], found["tokens_merged"]) == ("finished", True, found["tokens_seen"])
 
 
-def test_tensor_parallel_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_tensor_parallel_is_refused_with_advice(tmp_path: Path) -> None:
     sizes = [f"{STRATEGY}.init_args.data_parallel_size=1", f"{STRATEGY}.init_args.tensor_parallel_size=2"]
     done = fitted(tmp_path, *sizes)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Text that is streamed or leased: the same documents from files of any kind, no validation text, no sample twice."""
+"""Streamed or leased text: the same documents from files of any kind, no validation text, and no repeated sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKERS = ["marker" + chr(ord("a") + index) for index in range(12)]
 
 
 def stored(texts: Path, kind: str) -> str:
-    """The texts as three files of this kind; returns a pattern for them."""
+    """Store the texts as three files of this kind; return a pattern for them."""
     documents = [path.read_text() for path in sorted(texts.iterdir())]
     for shard in range(3):
         rows, path = documents[shard::3], texts.parent / f"{shard}.{kind}"
@@ -41,7 +41,7 @@ def data(files: str, cache_dir: Path, **options: Any) -> TextData:
 
 
 def epoch_of(made: TextData, epoch: int = 0) -> dict[tuple[int, int], torch.Tensor]:
-    """All ranges of an epoch that hold anything."""
+    """Return all nonempty ranges of an epoch."""
     found = {}
     for source in range(made._ranges.catalogue.num_sources):
         for index in range(20):
@@ -70,7 +70,7 @@ def test_a_stream_holds_all_training_documents_and_none_for_validation(
     assert not trained & validated
 
 
-def test_small_text_files_are_joined_and_only_the_rest_of_a_range_is_dropped(
+def test_small_text_files_are_joined_and_only_the_incomplete_end_of_a_range_is_dropped(
     texts: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "_SOURCE_BYTES", sum(path.stat().st_size for path in texts.iterdir()) // 3)
@@ -92,12 +92,14 @@ def test_a_stream_without_a_full_sequence_is_refused_after_an_epoch(texts: Path,
     made.teardown()
 
 
-def test_an_empty_end_of_a_source_is_no_error(texts: Path, cache_dir: Path) -> None:
+def test_an_empty_end_of_a_source_is_not_an_error(texts: Path, cache_dir: Path) -> None:
     made = data(stored(texts, "txt"), cache_dir, range_size=12)
     assert [len(made._ranges.read(Lease(1, epoch, 0, 1))[0]) for epoch in range(3)] == [0, 0, 0]
 
 
-def test_an_epoch_has_an_order_of_its_own_and_the_same_everywhere(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_each_epoch_has_its_own_order_which_is_equal_on_all_learners(
+    texts: Path, cache_dir: Path, tmp_path: Path
+) -> None:
     files = stored(texts, "jsonl")
     one, two = data(files, cache_dir), data(files, tmp_path / "elsewhere")
     assert one._ranges.catalogue == two._ranges.catalogue
@@ -109,7 +111,7 @@ def test_an_epoch_has_an_order_of_its_own_and_the_same_everywhere(texts: Path, c
     }
 
 
-def test_a_range_further_back_is_read_again_and_skips(texts: Path, cache_dir: Path) -> None:
+def test_an_earlier_range_is_read_again_with_its_skip(texts: Path, cache_dir: Path) -> None:
     ranges = data(stored(texts, "jsonl"), cache_dir)._ranges
     early, _ = ranges.read(Lease(1, 0, 1, 0))
     ranges.read(Lease(2, 0, 1, 1))
@@ -117,7 +119,7 @@ def test_a_range_further_back_is_read_again_and_skips(texts: Path, cache_dir: Pa
 
 
 class Noting(L.LightningModule):
-    """Notes the sequences that it trains with."""
+    """Records the sequences that it trains with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ def fit(made: TextData, steps: int, *, save: Path | None = None, ckpt_path: Path
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:You're resuming from a checkpoint")
 @pytest.mark.filterwarnings("ignore:.*no `validation_step`")
-def test_a_plain_trainer_goes_on_in_a_stream_where_it_was(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_a_plain_trainer_resumes_a_stream_at_its_position(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
     files = stored(texts, "parquet")
     uninterrupted = fit(data(files, cache_dir), 9)
     first = fit(data(files, cache_dir), 4, save=tmp_path / "a.ckpt")
@@ -150,7 +152,7 @@ def test_a_plain_trainer_goes_on_in_a_stream_where_it_was(texts: Path, cache_dir
     assert first + second == uninterrupted
 
 
-def test_packed_ranges_are_the_training_sequences_each_once(texts: Path, cache_dir: Path) -> None:
+def test_packed_ranges_have_each_training_sequence_once(texts: Path, cache_dir: Path) -> None:
     made = data(stored(texts, "txt"), cache_dir, streaming=False, range_size=5)
     num_ranges = made._ranges.catalogue.num_ranges
     for epoch in range(2):
@@ -160,7 +162,7 @@ def test_packed_ranges_are_the_training_sequences_each_once(texts: Path, cache_d
     assert torch.equal(skipped, rows[13:15])
 
 
-def test_training_data_are_leased_where_the_strategy_leases(texts: Path, cache_dir: Path) -> None:
+def test_training_data_are_leased_if_the_strategy_leases(texts: Path, cache_dir: Path) -> None:
     class Strategy:
         def lease(self, ranges: Any, **options: Any) -> Any:
             self.asked = ranges, options
@@ -199,6 +201,6 @@ def test_a_row_without_text_after_the_head_of_a_stream_is_named(tmp_path: Path, 
         made._ranges.read(Lease(2, 0, 0, 4))
 
 
-def test_a_column_that_is_not_there_is_refused(texts: Path, cache_dir: Path) -> None:
+def test_a_missing_column_is_refused(texts: Path, cache_dir: Path) -> None:
     with pytest.raises(ConfigError, match="text_column='body' is not in"):
         data(stored(texts, "jsonl"), cache_dir, text_column="body")

@@ -45,7 +45,7 @@ def test_batches_are_packed_tokens_with_equal_labels(texts: Path, cache_dir: Pat
         assert torch.equal(batch["input_ids"], batch["labels"])
 
 
-def test_documents_are_joined_by_the_end_token_and_nothing_is_lost(texts: Path, cache_dir: Path) -> None:
+def test_documents_are_joined_by_the_end_token_without_loss(texts: Path, cache_dir: Path) -> None:
     data = _ready(texts, cache_dir)
     held_out = [
         text for text in (file.read_text() for file in sorted(texts.iterdir())) if text[:7] in _text(data, VALIDATION)
@@ -82,7 +82,7 @@ def test_second_preparation_reads_the_cache(texts: Path, cache_dir: Path, monkey
     assert _text(second, TRAIN) == _text(first, TRAIN)
 
 
-def test_other_options_or_content_are_prepared_anew(texts: Path, cache_dir: Path) -> None:
+def test_changed_options_or_content_are_prepared_again(texts: Path, cache_dir: Path) -> None:
     folders = {_data(texts, cache_dir)._directory, _data(texts, cache_dir, seq_len=8)._directory}
     (texts / "00.txt").write_text("other")
     assert len(folders | {_data(texts, cache_dir)._directory}) == 3
@@ -95,7 +95,9 @@ def test_two_machines_prepare_equal_tokens(texts: Path, tmp_path: Path) -> None:
         assert torch.equal(one._sequences[split][:]["input_ids"], two._sequences[split][:]["input_ids"])
 
 
-def test_concurrent_preparation_works_once(texts: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_preparations_do_the_work_once(
+    texts: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads, load, barrier = [], FileCorpus.load, threading.Barrier(2)
 
     def counted(self: FileCorpus, scratch_dir: Path) -> Any:
@@ -165,7 +167,7 @@ def test_a_pretrained_tokenizer_is_used_as_it_is(texts: Path, cache_dir: Path, t
     assert data.tokenizer.get_vocab() == trained.get_vocab()
 
 
-def test_a_local_tokenizer_counts_by_its_content_not_its_place(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+def test_a_local_tokenizer_is_identified_by_its_content(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
     trained = _ready(texts, cache_dir).tokenizer
     folders = [tmp_path / name for name in ("tokenizer", "copy")]
     for folder in folders:
@@ -188,7 +190,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(texts: Path, cache_dir: Pat
         _data(texts, cache_dir, tokenizer=str(tmp_path / "bare")).prepare_data()
 
 
-def test_a_tokenizer_that_cannot_be_fetched_is_refused(texts: Path, cache_dir: Path) -> None:
+def test_a_tokenizer_that_cannot_be_downloaded_is_refused(texts: Path, cache_dir: Path) -> None:
     data = TextData(files=str(texts / "*.txt"), tokenizer="nobody/nothing", cache_dir=str(cache_dir))
     with pytest.raises(ConfigError, match="tokenizer='nobody/nothing' was not found or not reached"):
         data.prepare_data()
@@ -201,7 +203,7 @@ def test_missing_files_are_reported_before_any_work(cache_dir: Path, tmp_path: P
     assert not cache_dir.exists()
 
 
-def test_too_little_text_for_a_batch_says_so(texts: Path, cache_dir: Path) -> None:
+def test_too_little_text_for_a_batch_is_an_error(texts: Path, cache_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"the train split has \d+ sequences of seq_len=16; it needs at least 4096"):
         _ready(texts, cache_dir, batch_size=4096).train_dataloader()
 

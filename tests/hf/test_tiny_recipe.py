@@ -1,4 +1,4 @@
-"""The tiny recipes are what their texts say."""
+"""The tiny recipes agree with their descriptions."""
 
 import subprocess
 import sys
@@ -14,8 +14,10 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 
 
 def _cli(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> LightningCLI:
-    monkeypatch.setattr(sys, "argv", ["diloco"])  # else LightningCLI warns of arguments that it does not use
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 uses what jsonargparse will drop
+    monkeypatch.setattr(sys, "argv", ["diloco"])  # otherwise LightningCLI warns of arguments that it does not use
+    monkeypatch.setenv(
+        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
+    )  # for Lightning 2.6
     args = ["--config", str(TINY / "gpt.yaml"), "--trainer.logger=false", *overrides]
     return LightningCLI(args=args, run=False, save_config_callback=None)
 

@@ -1,7 +1,7 @@
 """A syncer and learners in one process: the real service, links and devices, over the in-memory transport.
 
-The model is a dictionary of parameters, training is a pull towards a target that differs from learner to learner.
-Nothing is waited for but conditions, each with a deadline. A step takes PACE_S, so that rounds keep up.
+The model is a dictionary of parameters. Training pulls them towards a target that differs between learners. Tests wait
+for conditions only, each with a deadline. A step takes PACE_S, so that rounds can keep up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEADLINE_S = 20.0
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for this to hold; fails after DEADLINE_S."""
+    """Wait until a condition holds; fail after DEADLINE_S."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"still waiting for: {what}"
@@ -55,14 +55,14 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def assert_exact(summary: Json) -> None:
-    """The ledger comes out, with no term derived from the others."""
+    """Check that the ledger balances, with no term derived from the others."""
     discarded = sum(summary["tokens_discarded"].values())
     assert summary["tokens_seen"] == summary["tokens_merged"] + discarded + summary["tokens_pending"]
     assert summary["ledger_exact"]
 
 
 def finish(*learners: Learner) -> None:
-    """Tell all of them that it is enough, then wait for their ends."""
+    """Tell all learners to finish, then wait for their ends."""
     for learner in learners:
         learner.enough()
     for learner in learners:
@@ -70,7 +70,7 @@ def finish(*learners: Learner) -> None:
 
 
 class Learner:
-    """One learner; `train` runs in a thread of its own once `go` was called."""
+    """One learner; `go` starts a thread that runs `train`."""
 
     def __init__(self, fleet: Fleet, name: str, *, seed: int = 0, shapes: Any = None, **options: Any) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -132,7 +132,7 @@ class Learner:
         return self
 
     def done(self) -> None:
-        """Wait for its end; raises what it raised."""
+        """Wait for its end; raise its error, if there was one."""
         assert self.result is not None
         self.result.result(timeout=DEADLINE_S)
 
@@ -150,7 +150,7 @@ class Learner:
 
     @property
     def has_joined(self) -> bool:
-        """True as well if nobody called `go`, or if it has ended."""
+        """Return whether it has joined; also True if `go` was not called, or if it has ended."""
         return self.link._state is not None or self.result is None or self.result.done()
 
     @property
@@ -159,7 +159,7 @@ class Learner:
 
 
 class Wire:
-    """A learner's connection: can be cut, and calls can be held up or made to fail."""
+    """A learner's connection. It can be cut, and calls can be delayed or made to fail."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -223,7 +223,7 @@ class ShardProcess:
             raise TransportError(f"{name}: the shard is dead")
 
     def dies(self, point: str) -> None:
-        """Where the service writes to its disk: end here, if it is to end here."""
+        """End the process at this write to disk, if the test wants it."""
         if self.is_dead:
             raise Crash
         try:
@@ -238,12 +238,12 @@ class ShardProcess:
         )
 
     def crash(self) -> None:
-        """What a killed shard leaves on its disk."""
+        """Stop the shard and leave its disk as after a kill."""
         with suppress(Crash):
             self.service.stop()
 
     def restart(self, faults: Callable[[str], None] = no_faults) -> None:
-        """Another process on the same directory, at the same address.
+        """Start a new process on the same directory, at the same address.
 
         Args:
             faults: called at each point of its disk; it dies where this raises `Crash`.
@@ -254,7 +254,7 @@ class ShardProcess:
 
 
 class Fleet:
-    """A syncer on a run directory, and learners; a context that leaves nothing running."""
+    """A syncer on a run directory, and learners; a context manager that stops all of them."""
 
     def __init__(
         self, run_dir: Path, *, faults: Callable[[str], None] | None = None, num_shards: int = 1, **options: Any
@@ -289,12 +289,12 @@ class Fleet:
         return self.summary
 
     def crash(self) -> None:
-        """What a killed syncer leaves on its disk, with all that it was committing."""
+        """Stop the syncer and leave its disk as after a kill, including commits in progress."""
         self.service._rest = lambda saved: None  # type: ignore[method-assign]
         self.stop()
 
     def restart(self, *, cleanly: bool = False) -> None:
-        """Another process on the same run directory, at the same address."""
+        """Start a new process on the same run directory, at the same address."""
         if self.summary is None:
             self.stop() if cleanly else self.crash()
         self.service = self.transport.handler = self._served()
@@ -309,7 +309,7 @@ class Fleet:
         return self.service.state.rounds.counts.num_commits
 
     def until_commits(self, more: int) -> None:
-        """Wait until all learners that train have joined, and then for so many more commits."""
+        """Wait until all learners that train have joined, and then for this number of further commits."""
         until(lambda: all(learner.has_joined for learner in self.learners), "joins")
         wanted = self.num_commits + more
         until(lambda: self.num_commits >= wanted, f"{wanted} commits")
@@ -321,7 +321,7 @@ class Fleet:
         return [self.store_of(p).anchor(p).published for p in range(len(self.service._store.layouts))]
 
     def store_of(self, p: int) -> AnchorStore:
-        """Return the anchors that this fragment is in."""
+        """Return the anchor store that holds this fragment."""
         k = p % (1 + len(self.shards))
         return self.service._store if k == 0 else self.shards[k - 1].service._own.anchors
 

@@ -1,4 +1,4 @@
-"""A device may be some steps behind its host: nothing that does not need it waits for it, training least of all."""
+"""A device may be some steps behind its host: only work that needs its results waits for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tests.learner.fleet import OPTIONS, Fleet, assert_exact, finish, until
 
 
 @pytest.mark.seconds
-def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_behind_does_not_delay_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Fleet(tmp_path, run_options={**OPTIONS, "grace": 0.0}) as fleet:
         behind, other = fleet.learner("behind").go(), fleet.learner("other").go()
         fleet.until_commits(3)
@@ -41,7 +39,7 @@ def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
 
 
 @pytest.mark.seconds
-def test_training_goes_on_while_a_device_that_is_behind_says_what_it_holds(
+def test_training_continues_while_an_anchor_is_read_from_a_device_that_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Fleet(tmp_path) as fleet:
@@ -69,7 +67,7 @@ def test_training_goes_on_while_a_device_that_is_behind_says_what_it_holds(
         assert_exact(fleet.stop())
 
 
-def test_a_loss_that_a_device_still_computes_is_told_when_it_is_there(tmp_path: Path) -> None:
+def test_a_loss_is_reported_after_the_device_has_computed_it(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner, caught_up = fleet.learner("l0").join(), threading.Event()
         learner.link.set_loss(lambda: 0.5 if caught_up.wait(20.0) else None, aside=True)
@@ -80,7 +78,7 @@ def test_a_loss_that_a_device_still_computes_is_told_when_it_is_there(tmp_path: 
         learner.finish()
 
 
-def test_what_is_said_to_be_held_is_of_one_version_although_another_lands_meanwhile(
+def test_a_reported_anchor_has_one_version_although_another_lands_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Fleet(tmp_path) as fleet:

@@ -1,4 +1,4 @@
-"""A learner's tensors on their way, one learner's without a syncer."""
+"""The exchange of one learner's tensors, without a syncer."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def exchange(rig: Rig, told: queue.SimpleQueue[Any]) -> Iterator[FragmentExchang
 
 
 @pytest.mark.parametrize("forgets", [True, False])
-def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
+def test_a_contribution_that_is_decided_before_its_computation_is_not_encoded(
     rig: Rig,
     told: queue.SimpleQueue[Any],
     exchange: FragmentExchange,
     monkeypatch: pytest.MonkeyPatch,
     forgets: bool,
 ) -> None:
-    """Its fragment may land meanwhile: what is encoded then would be measured from another anchor."""
+    """Its fragment may land meanwhile, so it would be encoded relative to another anchor."""
     caught_up = threading.Event()
     monkeypatch.setattr(rig.device, "collect", lambda _: caught_up.wait(20.0))
     first, second = ready(0, seq=1), ready(1, seq=1)
@@ -69,10 +69,10 @@ def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
     assert [*exchange._kept] == [(each.fragment, each.seq) for each in expected]
 
 
-def test_what_is_decided_while_it_is_encoded_is_not_kept(
+def test_a_contribution_that_is_decided_while_it_is_encoded_is_not_kept(
     rig: Rig, told: queue.SimpleQueue[Any], exchange: FragmentExchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would forget its bytes later: they would stay as long as the process."""
+    """Nothing would drop its bytes later, so they would stay until the process ends."""
     first, second, encode = ready(0, seq=1), ready(1, seq=1), rig.device.encode
 
     def decided_meanwhile(snapshot: Any) -> Any:

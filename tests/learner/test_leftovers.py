@@ -1,4 +1,4 @@
-"""Finished runs do not fill a disk for ever."""
+"""Finished runs do not fill the disk."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_finished_run_keeps_one_copy_of_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_tensors_of_old_finished_runs_go_and_everything_else_stays(
+def test_tensors_of_old_finished_runs_are_removed_and_everything_else_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = finished(tmp_path / "run-0")

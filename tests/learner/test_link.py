@@ -1,4 +1,4 @@
-"""Learners and a syncer, whole, in one process."""
+"""Complete learners and a syncer in one process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_two_learners_drain_to_one_anchor_and_an_exact_ledger(tmp_path: Path) ->
     assert diloco_threads() == set()
 
 
-def test_the_number_of_parts_is_known_before_joining_and_seeds_are_the_runs(tmp_path: Path) -> None:
+def test_the_number_of_parts_is_known_before_joining_and_seeds_are_those_of_the_run(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options={**OPTIONS, "data_parts": 2}) as fleet:
 
         def asked() -> int | None:
@@ -91,7 +91,7 @@ def test_the_number_of_parts_is_known_before_joining_and_seeds_are_the_runs(tmp_
 
 
 @pytest.mark.seconds
-def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
+def test_two_learners_drain_to_one_anchor_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
     with Fleet(tmp_path, expect=2) as fleet:
         server = FlightServer(fleet.service, "127.0.0.1:0", token="secret", tls=ServerIdentity.create())
         with server:
@@ -105,13 +105,13 @@ def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
             assert_exact(fleet.stop())
 
 
-def test_unreachable_syncer_is_named_with_how_long_it_was_tried(
+def test_unreachable_syncer_is_named_with_the_time_of_the_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(joining, "REACH_S", 0.3)
     monkeypatch.setattr(joining, "AGAIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # nobody listens there once this block ends
+        port = taken.getsockname()[1]  # no process listens there after this block
     with Fleet(tmp_path) as fleet:
         fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", port, RUN, "token", "0" * 64))
         with pytest.raises(JoinError, match=r"no syncer was reached at .* in 0 s .*; start one there, or correct"):
@@ -134,7 +134,7 @@ def test_a_run_that_ended_on_this_machine_is_not_waited_for(tmp_path: Path, monk
     assert local_runs.find("another") is None
 
 
-def test_a_learner_that_has_left_says_nothing_of_a_syncer_that_ends(
+def test_a_learner_that_has_left_does_not_report_the_end_of_the_syncer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Fleet(tmp_path) as fleet:
@@ -177,7 +177,7 @@ def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> No
 
 
 @pytest.mark.seconds
-def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(
+def test_syncer_restarted_at_its_address_is_restored_bit_for_bit_and_learners_reconnect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DILOCO_SITE", "us-east1")
@@ -202,7 +202,7 @@ def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(
     assert_exact(summary)
 
 
-def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_upload_does_not_delay_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "TRANSFER_FLOOR_S", 0.2)
     with Fleet(tmp_path, run_options={**OPTIONS, "grace": 0.0}) as fleet:
         slow, fast = fleet.learner("slow").go(), fleet.learner("fast").go()
@@ -218,7 +218,7 @@ def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("error", [PlanMismatchError("an error the learner did not expect"), JoinError("another")])
-def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
+def test_a_failing_upload_does_not_stop_the_learner(tmp_path: Path, error: Exception) -> None:
     with Fleet(tmp_path) as fleet:
         learner, failures = fleet.learner("l0").go(), [error]
         fleet.until_commits(1)
@@ -236,7 +236,7 @@ def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
 
 
 @pytest.mark.seconds
-def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_calls_fail(tmp_path: Path) -> None:
+def test_the_last_learner_fetches_the_final_anchor_and_reports_its_loss_although_calls_fail(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         first, last = fleet.learner("first").go(), fleet.learner("last").go()
         fleet.until_commits(3)
@@ -280,12 +280,10 @@ def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_lande
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("is_away", [True, False], ids=["without a syncer", "with one"])
-def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_contributions(
-    tmp_path: Path, is_away: bool
-) -> None:
+def test_sigterm_limits_the_wait_for_the_last_contributions(tmp_path: Path, is_away: bool) -> None:
     with Fleet(tmp_path) as fleet:
         asked, stays = fleet.learner("asked", drain_s=1e6), fleet.learner("stays").go()
-        asked.join().wire.before["put"] = lose  # what it sends does not arrive, but what it says does
+        asked.join().wire.before["put"] = lose  # its payloads do not arrive, but its messages do
         member = fleet.service.state.roster.active("asked")
         until(lambda: asked.step() or (fleet.num_commits >= 3 and member.tokens), "commits, and news of its work")
         asked.wire.is_cut = is_away
@@ -302,7 +300,7 @@ def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_cont
 
 
 @pytest.mark.seconds
-def test_not_a_number_is_refused_and_the_anchor_adopted(tmp_path: Path) -> None:
+def test_a_contribution_with_nan_is_refused_and_the_anchor_is_adopted(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         sick, sound = fleet.learner("sick"), fleet.learner("sound").go()
         sick.join()
@@ -337,7 +335,7 @@ def test_three_refusals_in_a_row_stop_the_learner(tmp_path: Path) -> None:
     assert_exact(summary)
 
 
-def test_an_error_of_the_thread_that_copies_surfaces_at_the_next_call(
+def test_an_error_of_the_copying_thread_is_raised_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -346,14 +344,14 @@ def test_an_error_of_the_thread_that_copies_surfaces_at_the_next_call(
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0").join()
         monkeypatch.setattr(cpu, "gather_slice", fail)
-        monkeypatch.setattr(learner.link, "settle", lambda: None)  # it is the other thread that meets it
+        monkeypatch.setattr(learner.link, "settle", lambda: None)  # the other thread gets the error
         with pytest.raises(ValueError, match="no such row"):
             until(learner.step, "the error")
         learner.link.close()
     assert diloco_threads() == set()
 
 
-def test_what_is_sent_is_of_the_boundary_although_it_is_copied_by_another_thread(
+def test_sent_values_are_those_of_the_boundary_although_another_thread_copies_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied, at_boundary, makers = list[torch.Tensor](), list[torch.Tensor](), set[str]()
@@ -395,12 +393,12 @@ def test_second_process_under_a_name_in_use_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_a_zombie_is_fenced_when_its_successor_has_taken_over(tmp_path: Path) -> None:
+def test_a_zombie_is_fenced_off_when_its_successor_has_taken_over(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         zombie = fleet.learner("l0").go()
         fleet.until_commits(2)
-        fleet.service.state.heartbeat_s = 0.3  # three of them is how long a silent owner is waited for
-        zombie.wire.is_cut = True  # to the syncer, it is dead
+        fleet.service.state.heartbeat_s = 0.3  # a silent owner is waited for during three heartbeats
+        zombie.wire.is_cut = True  # the syncer considers it dead
         successor = fleet.learner("l0").go()
         until(lambda: fleet.service.state.num_joins == 2, "the successor's join")
         fleet.until_commits(2)
@@ -422,7 +420,7 @@ def test_a_zombie_is_fenced_when_its_successor_has_taken_over(tmp_path: Path) ->
         ({"frozen": {"base": "ab"}}, PlanMismatchError, "frozen parameters differ .* base"),
     ],
 )
-def test_joiner_that_does_not_fit_is_told_why(tmp_path: Path, options: dict, error: type, text: str) -> None:
+def test_a_joiner_that_does_not_fit_gets_the_reason(tmp_path: Path, options: dict, error: type, text: str) -> None:
     with Fleet(tmp_path) as fleet:
         first = fleet.learner("l0").join()
         with pytest.raises(error, match=text):
@@ -430,7 +428,7 @@ def test_joiner_that_does_not_fit_is_told_why(tmp_path: Path, options: dict, err
         first.link.close()
 
 
-def test_options_the_model_reduced_may_be_asked_for_again(tmp_path: Path) -> None:
+def test_options_that_the_model_reduced_may_be_requested_again(tmp_path: Path) -> None:
     asked = {"num_fragments": 5, "sync_every": 6, "shapes": {"embedding": (2, 8)}}
     with Fleet(tmp_path, run_options={"block_size": 16}) as fleet:
         first = fleet.learner("l0", **asked).join()
@@ -440,7 +438,7 @@ def test_options_the_model_reduced_may_be_asked_for_again(tmp_path: Path) -> Non
             fleet.learner("l2", **{**asked, "num_fragments": 4}).join()
 
 
-def test_close_without_finish_leaves_at_once_and_twice_is_once(tmp_path: Path) -> None:
+def test_close_without_finish_leaves_at_once_and_is_idempotent(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0").join()
         learner.step()
@@ -453,8 +451,8 @@ def test_close_without_finish_leaves_at_once_and_twice_is_once(tmp_path: Path) -
     assert diloco_threads() == set()
 
 
-def test_nobody_who_has_left_waits_for_news(tmp_path: Path) -> None:
-    """Its end would wait for that poll: two seconds of the few that Ctrl-C leaves."""
+def test_a_learner_that_has_left_does_not_wait_for_its_poll(tmp_path: Path) -> None:
+    """Otherwise its end would wait for the poll, which takes two of the few seconds after Ctrl-C."""
     with Fleet(tmp_path) as fleet:
         learner, waits = fleet.learner("l0").go(), list[float]()
         fleet.until_commits(1)
@@ -470,7 +468,7 @@ def test_nobody_who_has_left_waits_for_news(tmp_path: Path) -> None:
         assert max(waits, default=0.0) <= LAST_POLLS_S
 
 
-def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -> None:
+def test_learners_that_wait_for_the_first_step_are_shown_as_joining(tmp_path: Path) -> None:
     with Fleet(tmp_path, expect=3) as fleet:
         waiting = [fleet.learner(name).go() for name in ("a", "b")]
         until(lambda: len(fleet.service.state.roster.in_state("confirmed")) == 2, "two of three")
@@ -481,7 +479,7 @@ def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -
         finish(*waiting, third)
 
 
-def test_a_busy_syncer_is_not_taken_for_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_busy_syncer_does_not_count_as_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("a").go()
         fleet.until_commits(1)

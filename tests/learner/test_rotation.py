@@ -21,7 +21,7 @@ BOTH = JoinAddress("10.0.0.1", 1, "run", "token", "0" * 64, STANDBY)
 
 
 class Net:
-    """Two syncers, a clock, and what each of them does with a call: an answer, or an error."""
+    """Two syncers, a clock, and the answer or error of each syncer for a call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -33,7 +33,7 @@ class Net:
         return Dialled(self, address.host_port)
 
     def call(self, followed: Followed, for_s: float, step_s: float = 0.5) -> list[str]:
-        """Call for so long; returns who was called, without repetitions in a row."""
+        """Make calls for this time; return the called syncers, without consecutive repetitions."""
         self.dialled.clear()
         until_s = self.now_s + for_s
         while self.now_s < until_s:
@@ -67,7 +67,7 @@ def test_a_syncer_that_answers_is_the_only_one_dialled(net: Net) -> None:
     assert net.call(Followed(net.connect, BOTH, None), 60.0) == [SYNCER]
 
 
-def test_the_standby_is_asked_after_a_silence_and_followed_if_it_serves(net: Net) -> None:
+def test_the_standby_is_dialled_after_a_silence_and_followed_if_it_serves(net: Net) -> None:
     followed = Followed(net.connect, BOTH, None)
     net.call(followed, 10.0)
     net.does[SYNCER] = TransportError("gone")
@@ -79,14 +79,14 @@ def test_the_standby_is_asked_after_a_silence_and_followed_if_it_serves(net: Net
     assert net.call(followed, ASK_AFTER_S + 1.0) == [STANDBY, SYNCER], "and back"
 
 
-def test_both_are_asked_in_turn_while_none_serves(net: Net) -> None:
+def test_both_syncers_are_dialled_in_turn_while_none_serves(net: Net) -> None:
     followed = Followed(net.connect, BOTH, None)
     net.call(followed, 1.0)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, ASK_AFTER_S + 2 * STAY_S + 1.0) == [SYNCER, STANDBY, SYNCER, STANDBY]
 
 
-def test_a_new_learner_that_dials_the_standby_asks_the_other_one_at_once(net: Net) -> None:
+def test_a_new_learner_that_dials_the_standby_dials_the_other_one_at_once(net: Net) -> None:
     net.does = {SYNCER: StandbyError("no"), STANDBY: {}}
     assert net.call(Followed(net.connect, BOTH, None), 1.0) == [SYNCER, STANDBY]
 
@@ -96,7 +96,7 @@ def test_a_syncer_that_reads_its_disk_is_waited_for(net: Net) -> None:
     assert net.call(Followed(net.connect, BOTH, None), 60.0) == [SYNCER]
 
 
-def test_the_standby_is_learned_from_an_answer(net: Net) -> None:
+def test_the_address_of_the_standby_comes_from_an_answer(net: Net) -> None:
     followed = Followed(net.connect, ALONE, None)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, 60.0) == [SYNCER], "there is nobody else to ask"
@@ -106,7 +106,7 @@ def test_the_standby_is_learned_from_an_answer(net: Net) -> None:
     assert net.call(followed, ASK_AFTER_S + 1.0) == [SYNCER, STANDBY]
 
 
-def test_a_connection_moves_where_it_is_told_and_says_where_it_has_moved(net: Net) -> None:
+def test_a_connection_moves_on_request_and_reports_its_address(net: Net) -> None:
     leader, follower = Followed(net.connect, BOTH, None), Followed(net.connect, ALONE, None)
     assert leader.moved_to is None
     net.does = {SYNCER: TransportError("gone"), STANDBY: {}}

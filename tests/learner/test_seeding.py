@@ -1,4 +1,4 @@
-"""The start of a run when the disk, or the seeder, is not there at the right moment."""
+"""The start of a run with a failing disk or a silent seeder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.transport.memory import MemoryTransport
 
 
 def offer(peer: Peer) -> None:
-    """All that a seeder says, without waiting for an answer to it."""
+    """Send all messages of a seeder, without waiting for answers."""
     peer.say(messages.Hello(peer.learner, 1, PROTOCOL_VERSION, {}))
     grant = peer.hear(messages.SeedGrant)
     manifest, plan = make_manifest(MODEL, OPTIONS)
@@ -39,7 +39,7 @@ def offer(peer: Peer) -> None:
     peer.say(messages.SeedPlan(grant.lease, manifest))
 
 
-def test_a_seed_whose_lease_passed_on_while_the_disk_was_full_is_not_stored(
+def test_a_seed_whose_lease_has_passed_to_another_learner_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.05)
@@ -66,7 +66,7 @@ def test_a_seed_whose_lease_passed_on_while_the_disk_was_full_is_not_stored(
 
 
 class Storing:
-    """A syncer that has all start values and never finds them on its disk; counts what is said to it."""
+    """A syncer that has received all start values but never stores them; counts received messages."""
 
     heard_s = float("-inf")
 
@@ -90,7 +90,7 @@ GRANT = messages.SeedGrant(1, 1, "run", {})
 
 
 class Values:
-    """A device as far as seeding needs one."""
+    """The part of a device that seeding needs."""
 
     def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
         self._plan = plan
@@ -111,7 +111,7 @@ def seed(syncer: Storing) -> None:
     ).run()
 
 
-def test_a_seeder_asks_with_pauses_whether_its_values_are_stored_and_not_for_ever(
+def test_a_seeder_asks_for_stored_values_with_pauses_and_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "STORED_S", 0.3)
@@ -121,8 +121,8 @@ def test_a_seeder_asks_with_pauses_whether_its_values_are_stored_and_not_for_eve
     assert 4 < syncer.num_said < 20, "the pauses grow"
 
 
-def test_a_seeder_hears_a_refusal_that_comes_with_an_earlier_answer() -> None:
-    """Otherwise it asks again, and hears that nobody knows it."""
+def test_a_seeder_handles_a_refusal_that_arrives_with_an_earlier_answer() -> None:
+    """Otherwise it asks again, and the syncer answers that it does not know the session."""
     refusal = messages.Rejected("plan", "fragment 0 holds values that are not finite")
     with pytest.raises(PlanMismatchError, match="not finite"):
         seed(Storing(refusal))

@@ -1,4 +1,4 @@
-"""Stall, rates and steps from the moments at which a hook is entered and left."""
+"""Stall, rates and steps, computed from the times at which a hook is entered and left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_diloco.learner.step_timer import NUM_SAMPLES, NUM_WARM_UP, StepTi
 
 
 class Training:
-    """Steps of given length with hooks of given length between them."""
+    """Simulates steps and hooks of given lengths."""
 
     def __init__(self) -> None:
         self.watch, self.now_s = StepTimer(), 0.0
@@ -20,7 +20,7 @@ class Training:
         self.watch.left(entered_s, self.now_s, num_exchanges=num_exchanges)
 
 
-def test_rates_leave_hooks_out_and_stall_is_nothing_else() -> None:
+def test_rates_exclude_hooks_and_stall_is_the_time_of_hooks() -> None:
     training = Training()
     for _ in range(10):
         training.step(0.5, hook_s=0.25)
@@ -29,7 +29,7 @@ def test_rates_leave_hooks_out_and_stall_is_nothing_else() -> None:
     assert training.watch.stall_s == pytest.approx(2.5)
 
 
-def test_warm_up_compile_steps_and_interruptions_are_no_steps() -> None:
+def test_warm_up_compiling_steps_and_interruptions_do_not_count_as_steps() -> None:
     training = Training()
     for step_s in [9.0] * (NUM_WARM_UP + 1) + [1.0] * 5 + [30.0] + [1.0]:
         training.step(step_s)
@@ -40,7 +40,7 @@ def test_warm_up_compile_steps_and_interruptions_are_no_steps() -> None:
     assert training.watch.long_step_s == pytest.approx(1.0)
 
 
-def test_first_step_that_compiled_makes_no_long_step() -> None:
+def test_a_first_step_that_compiles_does_not_count_as_a_long_step() -> None:
     training = Training()
     for step_s in [1.0] * (NUM_WARM_UP + 1) + [60.0] + [1.0] * 2:
         training.step(step_s)
@@ -53,7 +53,7 @@ def test_first_step_that_compiled_makes_no_long_step() -> None:
     assert training.watch.long_step_s == pytest.approx(5.0)
 
 
-def test_steps_that_become_much_longer_to_stay_are_believed_after_a_few() -> None:
+def test_steps_that_stay_much_longer_count_after_a_few() -> None:
     training = Training()
     for step_s in [1.0] * 300 + [30.0] + [1.0] * 20 + [8.0] * 4:
         training.step(step_s)
@@ -68,7 +68,7 @@ def test_steps_that_become_much_longer_to_stay_are_believed_after_a_few() -> Non
     assert training.watch.step_s == training.watch.long_step_s == pytest.approx(8.0)
 
 
-def test_steps_of_a_shared_device_that_are_mostly_long_are_believed() -> None:
+def test_long_steps_of_a_shared_device_count() -> None:
     training = Training()
     for step_s in [1.0] * 50 + [9.0, 9.0, 1.0] * 4:
         training.step(step_s)
@@ -87,7 +87,7 @@ def test_percentile_is_per_snapshot_or_landing() -> None:
     assert training.watch.exchange_p95_s == pytest.approx(0.2)
 
 
-def test_what_settling_takes_is_stall_of_the_exchange_before_and_no_part_of_the_step() -> None:
+def test_settling_counts_as_stall_of_the_previous_exchange_and_not_as_part_of_the_step() -> None:
     training = Training()
     for _ in range(20):
         training.step(0.5, hook_s=0.1, num_exchanges=2)
@@ -102,13 +102,13 @@ def test_what_settling_takes_is_stall_of_the_exchange_before_and_no_part_of_the_
     assert training.watch.exchange_p95_s == pytest.approx(0.15)
 
 
-def test_nothing_measured_is_zero() -> None:
+def test_values_are_zero_before_any_measurement() -> None:
     watch = StepTimer()
     assert (watch.step_s, watch.long_step_s, watch.tokens_per_s) == (0.0, 0.0, 0.0)
     assert (watch.exchange_p95_s, watch.stall_s) == (0.0, 0.0)
 
 
-def test_rate_is_that_of_the_whole_run_not_of_its_end() -> None:
+def test_the_rate_covers_the_whole_run_and_not_only_its_end() -> None:
     training = Training()
     for step_s in [1.0] * 2000 + [0.5] * 1500:
         training.step(step_s)

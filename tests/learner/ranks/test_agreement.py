@@ -1,4 +1,4 @@
-"""Sums over ranks say all that one rank, or any, has to say."""
+"""Sums over ranks carry the values of rank 0 and the flags of any rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID = Agreement(
 )
 
 
-def test_what_rank_0_says_all_know():
+def test_all_ranks_know_the_values_of_rank_0():
     other = Agreement(tokens=7, num_failed=1, num_asked=1)
     sums = [a + b for a, b in zip(SAID.numbers(NUM_FRAGMENTS), other.numbers(NUM_FRAGMENTS), strict=True)]
     found = Agreement.of(sums)
@@ -31,6 +31,6 @@ def test_what_rank_0_says_all_know():
 
 
 @pytest.mark.parametrize("flag", ["saves", "stops", "is_over", "is_last"])
-def test_no_flag_is_taken_for_another(flag):
+def test_flags_are_not_mixed_up(flag):
     said = Agreement(**{flag: True})
     assert Agreement.of(said.numbers(NUM_FRAGMENTS)) == said

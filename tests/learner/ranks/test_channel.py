@@ -1,4 +1,4 @@
-"""Texts and their bytes from rank 0 to the others over a real group, however long they are."""
+"""Texts and payloads of any length from rank 0 to the others over a real group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_text_is_heard_as_it_was_told(tmp_path: Path) -> None:
+def test_a_received_text_equals_the_sent_one(tmp_path: Path) -> None:
     argv = [[sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")] for rank in range(2)]
     processes = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in argv]
     said = [process.communicate(timeout=120)[1] for process in processes]

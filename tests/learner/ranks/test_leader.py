@@ -1,4 +1,4 @@
-"""Rank 0 of a learner: while another rank is silent, the syncer must hear nothing of this learner."""
+"""Rank 0 of a learner sends nothing to the syncer while another rank is silent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.protocol import events, messages
 
 
 class SilentFor:
-    """Ranks of which one is not heard the first times one looks."""
+    """Ranks, one of which is silent at the first calls."""
 
     def __init__(self, num_looks: int) -> None:
         self.num_left = num_looks
@@ -30,7 +30,7 @@ def leader(ranks: Any, handled: list[events.LearnerEvent]) -> Leader:
     return link
 
 
-def test_what_would_be_answered_waits_until_all_ranks_are_heard() -> None:
+def test_messages_wait_until_all_ranks_answer() -> None:
     handled: list[events.LearnerEvent] = []
     ranks, said = SilentFor(3), messages.LeaveNoted(is_last=False)
     leader(ranks, handled)._hear(said)
@@ -38,7 +38,7 @@ def test_what_would_be_answered_waits_until_all_ranks_are_heard() -> None:
     assert ranks.num_left == -1, "it was heard at the first look at which no rank was silent"
 
 
-def test_nothing_is_thought_of_while_a_rank_is_silent() -> None:
+def test_the_machine_handles_no_event_while_a_rank_is_silent() -> None:
     handled: list[events.LearnerEvent] = []
     leader(SilentFor(1), handled)._tick()
     assert handled == []

@@ -1,4 +1,4 @@
-"""Rank 0 of a learner of several ranks, here without the others: what ranks do together, one rank does, too."""
+"""Rank 0 of a learner of several ranks, tested without the other ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OneRank:
 
 
 def of_ranks(fleet: Fleet) -> tuple[Learner, OneRank]:
-    """A learner whose link has ranks."""
+    """Return a learner whose link has ranks."""
     learner, ranks = fleet.learner("l0"), OneRank()
     alone = learner.link
     learner.link = Leader(
@@ -64,7 +64,7 @@ def of_ranks(fleet: Fleet) -> tuple[Learner, OneRank]:
 
 
 @pytest.mark.seconds
-def test_last_contributions_are_waited_for_as_long_as_by_one_device(
+def test_the_wait_for_the_last_contributions_is_as_long_as_on_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member, "LEAVE_S", 0.0)  # on top of the time to drain
@@ -80,7 +80,7 @@ def test_last_contributions_are_waited_for_as_long_as_by_one_device(
     assert ranks.is_closed
 
 
-def test_other_ranks_are_told_what_they_need(tmp_path: Path) -> None:
+def test_other_ranks_receive_the_settings_that_they_need(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner, ranks = of_ranks(fleet)
         learner.go()

@@ -1,4 +1,4 @@
-"""What a rank states of its memory is what its device holds."""
+"""The memory that a rank states equals that of its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = RunConfig(sync_every=4, num_fragments=2, overlap=1, block_size=16)
 
 
 @pytest.mark.parametrize("boxes", [None, *BOXES], ids=["whole", "upper", "lower"])
-def test_anchors_and_buffers_are_those_of_the_device(boxes):
+def test_anchors_and_buffers_agree_with_the_device(boxes):
     learner = LearnerConfig()
     if boxes is None:
         device = CpuFragments(PLAN, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, CONFIG, learner)
@@ -35,7 +35,7 @@ def test_anchors_and_buffers_are_those_of_the_device(boxes):
     assert found.residuals == 0
 
 
-def test_rank_0_keeps_what_all_have_sent():
+def test_rank_0_keeps_the_sent_bytes_of_all_ranks():
     first, other = (footprint(PLAN, CONFIG, LearnerConfig(), rank=rank, size=2, part=None) for rank in range(2))
     numel = sum(PLAN.layout(p, 16).padded_numel for p in range(2))
     assert first.sent == numel + 2 * numel // 16
@@ -43,7 +43,7 @@ def test_rank_0_keeps_what_all_have_sent():
     assert other.peak < first.peak
 
 
-def test_what_landing_would_lose_is_kept():
+def test_residuals_are_counted_if_a_landing_discards_progress():
     found = footprint(PLAN, CONFIG, LearnerConfig(align="overwrite"), rank=0, size=2, part=None)
     assert found.residuals == 2 * found.anchors
     assert "residuals" in str(found)

@@ -1,4 +1,4 @@
-"""Two ranks of a learner upload together: rank 1 sends its part itself, and rank 0 all of it when that fails."""
+"""Two ranks of a learner upload together: each sends its part, and rank 0 sends all parts if rank 1 fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.learner.fleet import JOIN, Fleet, Learner, Wire, until
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fates are asked again soon."""
+    """Make learners ask for fates again after a short time."""
     monkeypatch.setattr(fragment, "ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(partial_uploads, "ALONE_S", 0.1)
     monkeypatch.setattr(partial_uploads, "PART_S", 0.05)
@@ -56,7 +56,7 @@ class Queues:
 
 
 class CountingWire(Wire):
-    """A line, and what contributions took on it."""
+    """A connection that counts the bytes of contributions."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet.connect())
@@ -74,7 +74,7 @@ class CountingWire(Wire):
 
 
 class Ranks:
-    """A learner with a second rank in a thread, which encodes what rank 0 does."""
+    """A learner with a second rank in a thread, which encodes the same as rank 0."""
 
     def __init__(self, fleet: Fleet) -> None:
         orders = Queues()
@@ -138,7 +138,7 @@ def test_each_rank_uploads_half_of_each_contribution(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_a_rank_whose_line_is_cut_does_not_cut_off_its_learner(
+def test_a_rank_whose_connection_is_cut_does_not_cut_off_its_learner(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ranks(tmp_path) as (fleet, both):
@@ -170,7 +170,7 @@ def test_an_upload_that_rank_0_loses_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_contribution_that_the_syncer_has_lost_is_uploaded_by_rank_0(tmp_path: Path) -> None:
-    """The other rank no longer has its part: an order for it would wait for PART_S."""
+    """The other rank no longer has its part, so an order to upload it would wait for PART_S."""
     with ranks(tmp_path) as (fleet, both):
         put = both.connection.put
 
@@ -186,7 +186,7 @@ def test_a_contribution_that_the_syncer_has_lost_is_uploaded_by_rank_0(tmp_path:
 
 
 @pytest.mark.seconds
-def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_encoded_other_values_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ranks(tmp_path) as (fleet, both):
         both.encoded = lambda payload: payload ^ 1
         both.go()

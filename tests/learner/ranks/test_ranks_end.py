@@ -1,4 +1,4 @@
-"""Groups of several ranks end before the interpreter does: else gloo's threads may abort a process at its end."""
+"""Groups of several ranks are destroyed before the interpreter ends; otherwise gloo's threads may abort the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _ in range(2):  # a script may fit twice
 
 
 @pytest.mark.parametrize(("end", "initialized"), [("ranks.close()", False), ("pass", True)])
-def test_groups_end_before_the_interpreter(end: str, initialized: bool) -> None:
+def test_groups_are_destroyed_before_the_interpreter_ends(end: str, initialized: bool) -> None:
     script = SCRIPT.replace("{end}", end)
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert f"at the end: {initialized}" in found.stdout, found.stderr

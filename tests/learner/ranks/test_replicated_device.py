@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: updates travel whole, agreements are sums."""
+"""Messages of rank 0 to the other ranks: whole updates, and agreements as sums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_agreement_is_the_sum_over_ranks():
 
 @pytest.mark.parametrize("kind", [ReplicatedDevice, ShardedDevice])
 def test_ranks_that_send_equal_bytes_copy_at_the_boundary(kind):
-    """What a callback changes after it, one rank could else have copied before, and another one after."""
+    """Otherwise one rank could copy before a callback changes parameters, and another rank after it."""
     plan, config = FragmentPlan.balanced({"w": (8, 4)}, num_fragments=1, max_slice_numel=99), RunConfig(block_size=16)
     params, boxes = {"w": torch.ones(8, 4)}, [{"w": ((0, 0), (8, 4))}]
     own = CpuPart(plan, params, config, LearnerConfig(), boxes[0])

@@ -1,4 +1,4 @@
-"""Ranks that hold parts encode together what one device encodes, bit for bit, and no rank sees more than its share."""
+"""Ranks that hold parts together encode the same bits as one device, and no rank receives more than its share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUTS = {"rows": CUT_ROWS, "columns": CUT_COLUMNS, "elements": CUT_ELEMENTS}
 
 
 class Threads:
-    """`Ranks.swap` between two threads; counts the float32 that went."""
+    """`Ranks.swap` between two threads; counts the sent float32 values."""
 
     def __init__(self, rank: int, boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
         self.rank, self._boxes, self.num_floats = rank, boxes, 0
@@ -66,7 +66,7 @@ def drawn(plan: FragmentPlan, p: int) -> Tensor:
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16", "fp32"])
-def test_what_is_encoded_together_is_what_one_device_encodes(plan, cut, wire):
+def test_ranks_together_encode_the_same_bits_as_one_device(plan, cut, wire):
     wholes = {p: drawn(plan, p) for p in range(2)}
     for p, mine, theirs, ranks in encoded_together(cut, wire, wholes, plan):
         whole_P, layout = wholes[p], plan.layout(p, 16)

@@ -1,4 +1,4 @@
-"""Rows from rank 0 to all ranks over real groups, ahead of need; what is under way at the end holds nobody up."""
+"""Rows from rank 0 to all ranks over real groups, sent in advance; rows in transit do not delay the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(json.dumps(found))
 """
 
 
-def test_each_rank_gets_its_rows_in_order_and_what_nobody_takes_holds_nobody_up(tmp_path: Path) -> None:
+def test_each_rank_gets_its_rows_in_order_and_unread_rows_do_not_delay_the_end(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True
