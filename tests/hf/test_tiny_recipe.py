@@ -15,9 +15,7 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 
 def _cli(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> LightningCLI:
     monkeypatch.setattr(sys, "argv", ["diloco"])  # otherwise LightningCLI warns of arguments that it does not use
-    monkeypatch.setenv(
-        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
-    )  # for Lightning 2.6
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 causes them
     args = ["--config", str(TINY / "gpt.yaml"), "--trainer.logger=false", *overrides]
     return LightningCLI(args=args, run=False, save_config_callback=None)
 

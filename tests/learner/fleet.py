@@ -223,7 +223,7 @@ class ShardProcess:
             raise TransportError(f"{name}: the shard is dead")
 
     def dies(self, point: str) -> None:
-        """End the process at this write to disk, if the test wants it."""
+        """Raise `Crash` at this point of the disk, if the shard is dead or must die here."""
         if self.is_dead:
             raise Crash
         try:

@@ -1,7 +1,7 @@
-"""The page in a real browser: what people read on it, that it updates by itself, and that a silence is shown.
+"""The page in a real browser: its content, its updates, and the display of a silent syncer.
 
-Skipped where no Chromium is installed (Debian: `apt-get install chromium`); everything else about the page is tested
-without one.
+These tests are skipped if Chromium is not installed (Debian: `apt-get install chromium`). All other tests of the page
+need no browser.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Answering(Watch):
-    """Before each answer to the page, something happens in the run."""
+    """Changes the run before each answer to the page."""
 
     def __init__(self, *happenings: Callable[[Watch], None]) -> None:
         super().__init__("folder", clock=lambda: START + 60.0)
@@ -40,7 +40,7 @@ class Answering(Watch):
 
 @pytest.fixture
 def rendered(tmp_path: Path) -> Callable[..., str]:
-    """The page after its script has run for a while: the browser's own time, which passes at once when it is idle."""
+    """Return the page after some time of the browser, which passes at once while the browser is idle."""
 
     def render(watch: Watch) -> str:
         with PageServer(watch, "127.0.0.1:0", identity_dir=tmp_path) as server:
@@ -82,16 +82,16 @@ def test_the_page_shows_the_run_and_updates_by_itself(rendered: Callable[..., st
         assert part in text
     assert "l1 lapsed after 15.0 s of silence" in text
     assert "2.345" in text
-    assert "&lt;b&gt;odd&lt;/b&gt;" in html  # a name is text, whatever it looks like
+    assert "&lt;b&gt;odd&lt;/b&gt;" in html  # names are shown as text
 
 
-def test_curves_are_drawn_of_what_was_seen(rendered: Callable[..., str]) -> None:
+def test_curves_are_drawn(rendered: Callable[..., str]) -> None:
     watch = Watch("folder", clock=iter(range(int(START), int(START) + 500)).__next__)
     for step in range(1, 30):
         watch.saw(status(step, learner("l0", step, loss=5.0 - step / 10), learner("l1", step, loss=5.1, eval_loss=4.5)))
     html = rendered(watch)
     loss = html.partition('id="loss"')[2].partition("</svg>")[0]
-    assert loss.count("<path") == 3  # both learners and the anchor
+    assert loss.count("<path") == 3  # curves of both learners and of the anchor
     assert html.partition('id="bandwidth"')[2].partition("</svg>")[0].count("<path") == 2
 
 
@@ -109,7 +109,7 @@ def test_the_end_is_shown_with_the_loss_of_the_final_anchor(rendered: Callable[.
     assert "finished The run is over after 2 min 5 s. The final anchor's loss is 3.2100." in text_of(html)
 
 
-def test_an_interrupted_run_is_told_how_it_goes_on(rendered: Callable[..., str]) -> None:
+def test_the_page_of_an_interrupted_run_shows_how_to_continue_it(rendered: Callable[..., str]) -> None:
     summary = {**status(100), "status": "interrupted", "wall_s": 100.0, "fleet_tokens": 2.5e6, "eval_loss": None}
     figures = {"bytes_up": 8_690_000, "bytes_down": 900, "rounds": 12}
     html = rendered(Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.ended({**summary, **figures})))
@@ -119,7 +119,7 @@ def test_an_interrupted_run_is_told_how_it_goes_on(rendered: Callable[..., str])
         assert part in text
 
 
-def test_a_page_whose_server_is_gone_says_so(rendered: Callable[..., str]) -> None:
+def test_a_page_without_its_server_shows_a_message(rendered: Callable[..., str]) -> None:
     def gone(watch: Watch) -> None:
         raise ConnectionError
 

@@ -1,4 +1,4 @@
-"""Curves and events within bounds, from a tape and from answers, and what is made of silence and of the end."""
+"""Bounded curves and events, from a tape and from answers; silence and the end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.syncer.status.progress import progress
 from tests.live.told import START, learner, status
 
 
-def test_a_long_run_is_kept_whole_at_a_lower_resolution() -> None:
+def test_a_long_run_is_covered_at_a_lower_resolution() -> None:
     curves = Curves()
     for second in range(20_000):
         curves.add(START + second, status(second))
@@ -30,14 +30,14 @@ def test_a_row_has_the_losses_of_learners_and_of_the_anchor() -> None:
     assert curves.rows[0]["losses"] == {"l0": [3.5, 3.25], "l1": [None, None]}
 
 
-def test_a_note_of_the_tape_makes_the_same_row_as_the_status_it_came_from() -> None:
+def test_a_note_of_the_tape_gives_the_same_row_as_its_status() -> None:
     told, one, two = status(10, learner("l0", 10, loss=3.5, eval_loss=3.25)), Curves(), Curves()
     one.add(START, told)
     two.add(START, progress(told))
     assert one.rows == two.rows
 
 
-def test_events_are_told_once_and_in_order() -> None:
+def test_events_are_shown_once_and_in_order() -> None:
     events = Events()
     lapse = {"t": START, "event": "lapse", "learner": "l1", "silent_s": 15.04}
     back = {"t": START + 2, "event": "return", "learner": "l1"}
@@ -52,7 +52,7 @@ def test_events_are_told_once_and_in_order() -> None:
     assert (len(events.latest), events.latest[-1]["text"]) == (MAX_EVENTS, f"line {2 * MAX_EVENTS - 1}")
 
 
-def test_events_of_one_time_are_all_told_once_although_tape_and_answer_differ_in_their_stamps() -> None:
+def test_an_event_of_tape_and_answer_with_different_stamps_is_shown_once() -> None:
     events = Events()
     lapses = [{"t": START, "event": "lapse", "learner": f"l{k}", "silent_s": 15.0} for k in range(3)]
     on_tape = [{**lapse, "t": START - 1e-6 * k} for k, lapse in enumerate(lapses)]
@@ -63,14 +63,14 @@ def test_events_of_one_time_are_all_told_once_although_tape_and_answer_differ_in
     assert [event["text"][:9] for event in events.latest] == ["l0 lapsed", "l1 lapsed", "l2 lapsed", "l0 lapsed"]
 
 
-def test_a_process_that_dies_is_bad_news() -> None:
+def test_the_death_of_a_process_has_the_level_bad() -> None:
     events = Events()
     events.say(START, "l1 died (signal SIGKILL); restart 1 of 3")
     events.say(START, "l0 finished")
     assert [event["level"] for event in events.latest] == ["bad", "info"]
 
 
-def test_every_event_that_is_told_has_a_sentence() -> None:
+def test_every_shown_event_has_a_sentence() -> None:
     fields = {"t": START, "learner": "l0", "incarnation": 2, "reason": "finished", "silent_s": 1.0, "text": "no",
               "eval_loss": 2.5}  # fmt: skip
     told = (
@@ -93,7 +93,7 @@ def test_every_event_that_is_told_has_a_sentence() -> None:
     )
 
 
-def test_the_past_comes_from_the_tape_and_the_present_from_answers(tmp_path: Path) -> None:
+def test_the_past_comes_from_the_tape_and_later_rows_from_answers(tmp_path: Path) -> None:
     lines = [
         {"t": START, "event": "join", "lsn": 1, "learner": "l0", "incarnation": 1, "where": "here"},
         {"t": START + 1, "event": "progress", "lsn": 1, **progress(status(10))},

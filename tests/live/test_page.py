@@ -1,4 +1,4 @@
-"""The page's server: who is let in, what it answers, Prometheus' own parser on its metrics, and its end."""
+"""The server of the page: access, answers, metrics (read by Prometheus' own parser), and its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def get(server: PageServer, path: str, **headers: str) -> tuple[http.client.HTTP
     return answer, text
 
 
-def test_the_page_is_whole_and_loads_nothing_from_elsewhere(server: PageServer) -> None:
+def test_the_page_is_complete_and_loads_no_external_resources(server: PageServer) -> None:
     answer, text = get(server, "/")
     assert (answer.status, text.encode()) == (200, page())
     assert "/* style */" not in text
@@ -55,24 +55,24 @@ def test_the_page_is_whole_and_loads_nothing_from_elsewhere(server: PageServer) 
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
 
 
-def test_the_state_is_json_whatever_numbers_are_in_it(server: PageServer, watch: Watch) -> None:
+def test_the_state_is_json_also_with_nan_and_infinity(server: PageServer, watch: Watch) -> None:
     watch.saw(status(10, learner("l0", 10, loss=float("nan")), goodput=float("inf")))
     state = json.loads(get(server, "/state.json")[1], parse_constant=pytest.fail)
     assert state["status"]["goodput"] is None
     assert state["status"]["learners"][0]["metrics"]["loss"] is None
 
 
-def test_a_web_site_that_points_its_own_name_here_learns_nothing(server: PageServer) -> None:
+def test_a_request_with_a_foreign_host_name_is_refused(server: PageServer) -> None:
     assert get(server, "/state.json", Host="evil.example:80")[0].status == 403
     assert get(server, "/state.json", Host="localhost:80")[0].status == 200
 
 
-def test_there_is_nothing_else(server: PageServer) -> None:
+def test_other_paths_and_methods_are_refused(server: PageServer) -> None:
     answer, text = get(server, "/../etc/passwd")
     assert (answer.status, text) == (404, "there are /, /state.json and /metrics\n")
 
 
-def test_off_loopback_there_is_tls_and_a_token(watch: Watch, tmp_path: Path) -> None:
+def test_other_addresses_than_loopback_need_tls_and_a_token(watch: Watch, tmp_path: Path) -> None:
     with PageServer(watch, "0.0.0.0:0", identity_dir=tmp_path) as server:
         assert server.url.startswith("https://0.0.0.0:")
         assert [get(server, path)[0].status for path in ("/", "/state.json", "/metrics?token=x")] == [403] * 3
@@ -85,13 +85,13 @@ def test_off_loopback_there_is_tls_and_a_token(watch: Watch, tmp_path: Path) -> 
         assert get(server, "/metrics", Authorization=f"Bearer {server.token}x")[0].status == 403
 
 
-def test_an_address_that_is_taken_is_refused_with_advice(server: PageServer, watch: Watch, tmp_path: Path) -> None:
+def test_an_address_in_use_is_refused_with_advice(server: PageServer, watch: Watch, tmp_path: Path) -> None:
     taken = server.url.removeprefix("http://").rstrip("/")
     with pytest.raises(ConfigError, match=r"cannot be served there \(Address already in use\).*127\.0\.0\.1:0"):
         PageServer(watch, taken, identity_dir=tmp_path)
 
 
-def test_who_is_looking_gets_to_see_the_end(watch: Watch, tmp_path: Path) -> None:
+def test_an_open_page_receives_the_final_state(watch: Watch, tmp_path: Path) -> None:
     with PageServer(watch, "127.0.0.1:0", identity_dir=tmp_path, linger_s=10.0) as server:
         get(server, "/state.json")
         watch.ended({"status": "finished"})
@@ -102,7 +102,7 @@ def test_who_is_looking_gets_to_see_the_end(watch: Watch, tmp_path: Path) -> Non
     assert json.loads(later[0])["summary"] == {"status": "finished"}
 
 
-def test_metrics_are_what_prometheus_reads(server: PageServer, watch: Watch) -> None:
+def test_metrics_are_valid_for_prometheus(server: PageServer, watch: Watch) -> None:
     watch.saw(
         status(100, learner("l0", 100, loss=3.5, eval_loss=3.25), learner("l1", 90, phase="lapsed"), goodput=None)
     )
@@ -124,6 +124,6 @@ def test_metrics_are_what_prometheus_reads(server: PageServer, watch: Watch) -> 
     assert ("diloco_goodput_ratio",) not in samples
 
 
-def test_without_an_answer_the_only_metric_says_so() -> None:
+def test_without_an_answer_the_only_metric_is_that_the_syncer_is_down() -> None:
     lines = [line for line in exposition(None).decode().splitlines() if not line.startswith("#")]
     assert lines == ["diloco_up 0.0"]

@@ -1,4 +1,4 @@
-"""A run as its syncer tells of it."""
+"""Status and tape lines of a run for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run fits: memory, rates and the way out, checked against sizes worked out by hand."""
+"""Checks whether a run fits: memory, rates and fixes, compared with sizes computed by hand."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_without_failures_only_the_stall_is_lost() -> None:
 
 
 @pytest.mark.parametrize("mtbf_s", [None, 6 * 3600.0])
-def test_pauses_are_lost_whether_anything_fails_or_not(mtbf_s: float | None) -> None:
+def test_pauses_are_lost_with_and_without_failures(mtbf_s: float | None) -> None:
     without, paused = (forecast(dataclasses.replace(large(), mtbf_s=mtbf_s, pauses=share)) for share in (0.0, 0.25))
     assert paused.goodput == pytest.approx(0.75 * without.goodput)
     assert paused.data_parallel_goodput == pytest.approx(0.75 * without.data_parallel_goodput)
@@ -205,7 +205,7 @@ def test_failures_cost_data_parallel_more_and_less_when_rarer(mtbf_s: float) -> 
     assert found.data_parallel_goodput < found.goodput < rarer.goodput < 1
 
 
-def test_goodput_of_failures_is_the_closed_form() -> None:
+def test_goodput_with_failures_equals_the_closed_form() -> None:
     found = forecast(dataclasses.replace(large(), mtbf_s=6 * 3600.0, restart_s=100.0))
     down_s = 100.0 + found.exchange.adopt_s
     lost_s = 192 * 2.0 / 2 + found.exchange.landing_s
@@ -234,7 +234,7 @@ def test_twelve_billion_parameters_fit_eight_learners(link_bps: float) -> None:
         ({"disk_bytes_per_s": 2e7}, "syncer's disk"),
     ],
 )
-def test_what_is_too_small_is_named_and_the_fix_holds(changes: dict[str, float], tightest: str) -> None:
+def test_a_resource_that_is_too_small_is_named_and_the_fix_works(changes: dict[str, float], tightest: str) -> None:
     found = forecast(large(**changes))
     assert not found.is_feasible
     assert load(found, tightest) > 1
@@ -261,7 +261,7 @@ def test_a_link_that_no_option_helps_asks_for_a_larger_one() -> None:
 
 
 @pytest.mark.parametrize("capacity", ["device_capacity", "host_capacity", "syncer_capacity", "disk_capacity"])
-def test_a_capacity_is_judged_if_it_is_named(capacity: str) -> None:
+def test_a_known_capacity_is_checked(capacity: str) -> None:
     assert forecast(scenario()).is_feasible
     found = forecast(scenario(**{capacity: 1000}))
     assert not found.is_feasible
@@ -277,7 +277,7 @@ def test_a_model_with_few_slices_gets_fewer_fragments() -> None:
     assert found.scenario.config.overlap <= found.sizes.count
 
 
-def test_a_snapshot_that_takes_long_keeps_the_state_it_holds() -> None:
+def test_a_long_snapshot_keeps_its_state_in_memory() -> None:
     sizes = forecast(large()).sizes
     none, half = (memory.syncer_bytes(sizes, num_learners=8, replaced=share) for share in (0.0, 0.5))
     assert sum(half.values()) - sum(none.values()) == 6 * sizes.total_numel

@@ -1,4 +1,4 @@
-"""A run directory with a tape made by hand: two learners, one of which dies and joins again."""
+"""A run directory with a handwritten tape: two learners, one of which dies and joins again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINES = [
     progress(4, 200, learner("l0", "stepping", 4, 4.0), learner("l1", "stepping", 4, 4.0)),
     progress(6, 300, learner("l0", "evaluating", 6, 3.5), learner("l1", "stalled", 4, 4.0)),
     event(7, "join", learner="l1", incarnation=2, where="here:3"),
-    progress(8, 280, learner("l0", "stepping", 8, 3.0), learner("l1", "stepping", 2, 3.2)),  # by the next syncer
+    progress(8, 280, learner("l0", "stepping", 8, 3.0), learner("l1", "stepping", 2, 3.2)),  # of the next syncer
     commit(9, 1, 1, "l0"),
     event(10, "leave", learner="l0", reason="finished", tokens=100),
     progress(11, 340, learner("l0", "left", 10, 2.0), learner("l1", "stepping", 4, 2.5)),

@@ -1,4 +1,4 @@
-"""Panels can be read: no text lies on another, no curve is pressed flat, and what is counted has whole numbers."""
+"""Panels are readable: texts do not overlap, curves are not flattened, and counts have whole numbers."""
 
 from __future__ import annotations
 

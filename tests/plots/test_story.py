@@ -1,4 +1,4 @@
-"""What a tape and CSV files tell of a run."""
+"""The series of a run from its tape and CSV files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_a_process_that_died_is_offline_from_its_last_step_until_its_successor_j
     assert phases(make_run(), "l1")[:3] == [("stepping", 1, 4), ("offline", 4, 7), ("stepping", 7, 11.5)]
 
 
-def test_a_lapse_counts_from_the_last_word(make_run: Make) -> None:
+def test_a_lapse_begins_at_the_last_message(make_run: Make) -> None:
     assert phases(make_run(), "l1")[-1] == ("offline", 11.5, 12)
 
 
-def test_totals_never_fall_although_the_next_syncer_knows_a_little_less(make_run: Make) -> None:
+def test_totals_never_fall_although_a_restarted_syncer_has_lower_ones(make_run: Make) -> None:
     assert [y for _, y in read(make_run()).bytes_up] == [100, 200, 300, 300, 340]
 
 
-def test_goodput_leaves_out_what_was_not_measured_yet(make_run: Make) -> None:
+def test_goodput_leaves_out_unknown_values(make_run: Make) -> None:
     assert read(make_run()).goodput == [(4, 0.5), (6, 0.5), (8, 0.5), (11, 0.5)]
 
 
@@ -47,12 +47,12 @@ def test_a_csv_file_for_each_process_gives_the_losses_their_times(make_run: Make
     assert lane.val_loss == [(4, 4.6), (11, 2.6)]
 
 
-def test_losses_of_the_notes_stand_in_where_csv_files_do_not_match_the_processes(make_run: Make) -> None:
+def test_losses_of_the_notes_are_used_if_csv_files_do_not_match_the_processes(make_run: Make) -> None:
     lane = read(make_run(LINES, "step,train/loss,val/loss\n1,9.9,\n")).lanes["l1"]
     assert [loss for _, loss in lane.train_loss] == [5.0, 4.0, 4.0, 3.2, 2.5]
 
 
-def test_commits_carry_their_contributors(make_run: Make) -> None:
+def test_commits_have_their_contributors(make_run: Make) -> None:
     assert [(c.t_s, c.fragment, c.learners) for c in read(make_run()).commits] == [
         (3, 0, ("l0", "l1")),
         (9, 1, ("l0",)),
@@ -70,11 +70,11 @@ def test_a_folder_without_a_tape_is_named(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_run_nobody_joined_yet_has_nothing_to_draw(make_run: Make) -> None:
+def test_a_run_without_a_join_has_nothing_to_draw(make_run: Make) -> None:
     with pytest.raises(ConfigError, match="no join yet"):
         read(make_run(LINES[:1]))
 
 
 @pytest.mark.parametrize(("x", "y"), [(-1, 10), (0, 10), (1, 15), (2, 20), (3, 20)])
-def test_between_points_values_lie_on_a_line_and_beyond_them_stay(x: float, y: float) -> None:
+def test_values_are_interpolated_between_points_and_constant_beyond_them(x: float, y: float) -> None:
     assert at([(0, 10), (2, 20)], x) == y

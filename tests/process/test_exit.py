@@ -1,4 +1,4 @@
-"""A process that dies of an error ends with exit code 1, although its threads wait for a rank that ends meanwhile."""
+"""A process that ends with an exception has exit code 1, although its threads wait for a rank that ends meanwhile."""
 
 from __future__ import annotations
 
@@ -59,28 +59,28 @@ def code_and_output(tmp_path: Path, protect: str, end: str) -> tuple[int, str]:
     return found.returncode, found.stdout + found.stderr
 
 
-def test_a_script_that_dies_of_an_error_ends_with_code_1(tmp_path: Path) -> None:
+def test_a_script_with_an_exception_ends_with_code_1(tmp_path: Path) -> None:
     code, output = code_and_output(tmp_path, "arm_hard_exit()", "raise ValueError('boom')")
     assert code == 1, output
     assert "ValueError: boom" in output
     assert output.count("what was registered has run") == 1
 
 
-def test_a_process_whose_error_another_one_takes_ends_with_its_code(tmp_path: Path) -> None:
+def test_a_process_whose_exception_is_handled_elsewhere_ends_with_its_code(tmp_path: Path) -> None:
     code, output = code_and_output(tmp_path, "hard_exit(3)", "sys.exit(3)")
     assert code == 3, output
     assert output.count("what was registered has run") == 1
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(0)"])
-def test_a_process_whose_work_was_lost_ends_with_code_1_and_says_so(tmp_path: Path, end: str) -> None:
+def test_a_process_whose_work_was_lost_ends_with_code_1_and_logs_the_reason(tmp_path: Path, end: str) -> None:
     code, output = code_and_output(tmp_path, "fail_at_exit('work was lost')", end)
     assert code == 1, output
     assert "exit code 1: work was lost" in output
     assert output.count("what was registered has run") == 1
 
 
-def test_a_failure_that_is_taken_back_is_none(tmp_path: Path) -> None:
+def test_a_failure_can_be_taken_back(tmp_path: Path) -> None:
     end = "assert (take_back_failure(), take_back_failure()) == ('lost', None); del sys.modules['last']; sys.exit(7)"
     code, output = code_and_output(tmp_path, "fail_at_exit('lost')", end)
     assert code == 7, output
@@ -89,13 +89,13 @@ def test_a_failure_that_is_taken_back_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["raise ValueError('boom')", "sys.exit(3)"])
 @pytest.mark.parametrize("protect", ["", "hard_exit(3); disarm_hard_exit()"])
-def test_without_that_it_aborts(tmp_path: Path, protect: str, end: str) -> None:
+def test_a_process_without_the_hard_exit_aborts(tmp_path: Path, protect: str, end: str) -> None:
     code, output = code_and_output(tmp_path, protect, end)
     assert code == -6, output
 
 
-def test_who_handles_the_error_keeps_the_exit_code(tmp_path: Path) -> None:
-    """With no thread that waits, so that nothing aborts."""
+def test_a_script_that_handles_the_exception_keeps_its_exit_code(tmp_path: Path) -> None:
+    """No thread waits here, so nothing aborts."""
     code, output = code_and_output(tmp_path, "arm_hard_exit(); del sys.modules['last']", HANDLED)
     assert code == 7, output
 

@@ -1,4 +1,4 @@
-"""Heaps are shared in a process that asked for it, and free memory goes back to the system when it is returned."""
+"""A process can limit its heaps, and can return free memory to the system."""
 
 from __future__ import annotations
 

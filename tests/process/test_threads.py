@@ -1,4 +1,4 @@
-"""Threads beside training change nothing for it, and end together."""
+"""Background threads do not affect training, and end together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(torch.get_num_threads(), elsewhere(torch.get_num_threads))
     assert done.stdout == "[1, 1]\n3 [3]\n"
 
 
-def test_crew_tells_the_first_error_and_ends_when_told() -> None:
+def test_crew_reports_the_first_error_and_ends_on_request() -> None:
     errors: list[BaseException] = []
     crew = Crew(errors.append)
     jobs, done = Jobs(crew, "jobs"), []
@@ -68,7 +68,7 @@ def test_jobs_yield_cores_unless_training_waits_for_them() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
-def test_threads_of_what_is_made_yielding_yield_too_and_nobody_else() -> None:
+def test_low_priority_is_inherited_by_new_threads_only() -> None:
     def starts_a_thread() -> list[int]:
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.append(niceness()))
@@ -83,7 +83,7 @@ def test_threads_of_what_is_made_yielding_yield_too_and_nobody_else() -> None:
         yielding(lambda: 1 / 0)
 
 
-def test_job_that_is_done_holds_nothing() -> None:
+def test_finished_job_holds_no_objects() -> None:
     class Held:
         pass
 
@@ -99,7 +99,7 @@ def test_job_that_is_done_holds_nothing() -> None:
     assert crew.join(5.0) == []
 
 
-def test_failing_job_is_told() -> None:
+def test_failing_job_is_reported() -> None:
     told = threading.Event()
     errors: list[BaseException] = []
     crew = Crew(lambda error: (errors.append(error), told.set()))

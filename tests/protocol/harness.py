@@ -1,4 +1,4 @@
-"""Drives the machines event by event, and reads what they want done."""
+"""Drives the state machines event by event, and reads their actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def of_kind(actions: Iterable[object], kind: type[T]) -> list[T]:
-    """The actions of this kind, in order."""
+    """Return the actions of this kind, in order."""
     return [action for action in actions if isinstance(action, kind)]
 
 
@@ -48,8 +48,8 @@ class Syncer:
     """A syncer with a clock. `tell`, `payload` and so on return the actions of one event; `log` collects records.
 
     Args:
-        learners: active from the start, all of them stepping.
-        config: options of the run, on top of two fragments and H = 4.
+        learners: learners that are active from the start; all of them step.
+        config: options of the run, in addition to two fragments and H = 4.
     """
 
     def __init__(self, *learners: str, expect: int | None = None, **config: Any) -> None:
@@ -108,7 +108,7 @@ class Syncer:
     def ask_ranges(
         self, session: str, *begun: Span, wanted: int = 0, unread: tuple[int, ...] = (), num_ranges: int | None = None
     ) -> list[do.SyncerAction]:
-        """A question for leases of three sources."""
+        """Return a request for leases of three sources."""
         catalogue = Catalogue("text", 3, num_ranges)
         asked = messages.AskRanges(self.state.rounds.generation, catalogue, wanted, False, begun, unread)
         return self.tell(session, asked)
@@ -120,30 +120,30 @@ class Syncer:
         return self.handle(on.PayloadReceived(session, description, error))
 
     def contribute(self, session: str, description: messages.Ready) -> list[do.SyncerAction]:
-        """Metadata and payload."""
+        """Send metadata and payload."""
         return self.tell(session, description) + self.payload(session, description)
 
     def merge(self, p: int = 0, **verdicts: on.Verdict) -> list[do.SyncerAction]:
-        """The outer gradient of the round in progress has been computed, or contributions to it were refused."""
+        """Report that the outer gradient of the round is computed, or that contributions to it were refused."""
         return self.handle(on.Merged(p, self.round(p).number, {}, verdicts))
 
     def proved(self, p: int, generation: int, version: int, digest: str) -> messages.Mark:
-        """What a learner says of a version that was published by a syncer of this run."""
+        """Return a learner's mark of a version that a syncer of this run has published."""
         return messages.Mark(generation, version, digest, self.state.proof(p, generation, version, digest))
 
     def commit(self, p: int = 0) -> list[do.SyncerAction]:
-        """The round in progress is merged, and the disk takes it."""
+        """Report that the open round is merged and committed."""
         self.merge(p)
         return self.committed(p)
 
     def committed(self, p: int = 0) -> list[do.SyncerAction]:
-        """The disk takes the commit that is being written."""
+        """Report that the commit in progress is on disk."""
         action = self.applying.pop(p)
         self.log.append(records.decode(action.record))
         return self.handle(on.Committed(p, action.round, f"{p}@{action.record['version']}"))
 
     def full_round(self, p: int = 0, **contributions: messages.Ready) -> list[do.SyncerAction]:
-        """A round from the first intent to the commit."""
+        """Run a round from the first intent to the commit."""
         self.intent(next(iter(contributions)), p)
         for session, description in contributions.items():
             self.contribute(session, description)
@@ -158,7 +158,7 @@ class Syncer:
         return self.state.rounds.fragments[p].version
 
     def restarted(self) -> Syncer:
-        """A syncer with nothing but the records so far."""
+        """Return a syncer that is restored from the records so far."""
         new = Syncer.__new__(Syncer)
         new.config, new.now_s, new.log, new.applying = self.config, self.now_s, list(self.log), {}
         new.state = SyncerState(run="r")
@@ -169,19 +169,19 @@ class Syncer:
 
 
 def said(actions: Iterable[object], session: str, kind: type[T] = object) -> list[T]:  # type: ignore[assignment]
-    """What is sent to this session, of this kind."""
+    """Return the messages of this kind that were sent to this session."""
     messages_ = (action.message for action in of_kind(actions, do.Send) if action.session == session)
     return [message for message in messages_ if isinstance(message, kind)]
 
 
 def members(actions: Iterable[object]) -> list[str]:
-    """Sessions whose contributions are to be merged."""
+    """Return the sessions whose contributions are to be merged."""
     (merge,) = of_kind(actions, do.Merge)
     return [contribution.session for contribution in merge.contributions]
 
 
 class Learner:
-    """A learner with a clock that trains 10 tokens a step; actions of the last event are in `actions`."""
+    """A learner with a clock that trains 10 tokens per step; `actions` has the actions of the last event."""
 
     def __init__(self, *, num_fragments: int = 2, sync_every: int = 4, overlap: int = 1, **options: Any) -> None:
         self.state = LearnerState(
@@ -203,7 +203,7 @@ class Learner:
         return self.actions
 
     def step(self, times: int = 1) -> list[do.LearnerAction]:
-        """Actions of all these steps."""
+        """Make these steps; return all of their actions."""
         return [
             action
             for _ in range(times)
@@ -214,29 +214,29 @@ class Learner:
         return self.handle(on.FromTheSyncer(message))
 
     def snapshot(self, p: int = 0, round_: int = 1) -> messages.Ready:
-        """Announce a round, step, and have the payload encoded; returns its description."""
+        """Announce a round, step, and encode the payload; return its description."""
         self.hear(messages.Announce(p, round_))
         (action,) = of_kind(self.step(), do.Snapshot)
         self.handle(on.Encoded(p, action.ready.seq))
         return action.ready
 
     def commit(self, p: int = 0, version: int = 1, seq: int | None = None) -> list[do.LearnerAction]:
-        """Hear of a commit; with seq, one that names mine."""
+        """Receive a commit; with `seq`, it names this learner's contribution."""
         contributors = (messages.Contributor("a", 1, seq),) if seq is not None else ()
         return self.hear(messages.Commit(p, self.state.generation, version, contributors))
 
     def land(self, p: int = 0, version: int = 1, seq: int | None = None, *, is_full: bool = False) -> list[Any]:
-        """An update arrives and lands at the next step."""
+        """Stage an update, which lands at the next step."""
         self.handle(on.Staged(p, self.state.generation, version, seq, is_full))
         return self.step()
 
     @property
     def says(self) -> list[object]:
-        """Messages among the actions of the last event."""
+        """Return the messages among the actions of the last event."""
         return [action.message for action in of_kind(self.actions, do.Say)]
 
     def books(self) -> tuple[int, int]:
-        """Token x fragment seen, and the sum of merged, discarded and pending."""
+        """Return token x fragment seen, and the sum of merged, discarded and pending."""
         progress = self.state.progress
         pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
         merged = sum(f.merged_tokens for f in self.state.fragments)

@@ -30,7 +30,7 @@ class Outer(Value, frozen=True):
 GOOD = {"number": 3, "share": 0.5, "kind": "a", "inner": {"name": "x"}, "pairs": [[1, 2]], "by_name": {"loss": 1.0}}
 
 
-def test_what_was_dumped_is_loaded_again() -> None:
+def test_load_inverts_dump() -> None:
     value = codec.load(Outer, GOOD)
 
     assert value == Outer(3, 0.5, "a", Inner("x"), ((1, 2),), {"loss": 1.0})
@@ -72,7 +72,7 @@ def test_a_wrong_value_is_refused_and_named(change: dict[str, object], where: st
     assert str(caught.value).startswith(f"{where}: found")
 
 
-def test_a_refusal_says_what_is_allowed() -> None:
+def test_a_refusal_names_the_allowed_values() -> None:
     for change, allowed in (
         ({"kind": "c"}, r"must be Literal\['a', 'b'\]"),
         ({"more": 1}, "must be an object of number, sha"),
@@ -111,5 +111,5 @@ for _ in range(400):
 
 @pytest.mark.seconds
 def test_threads_load_a_class_for_the_first_time_at_once() -> None:
-    """In a process of its own, because msgspec crashes it if `load` does not prevent that."""
+    """Runs in a new process, because msgspec would crash it if `load` did not prevent that."""
     subprocess.run([sys.executable, "-c", ANALYZED_AT_ONCE], check=True)

@@ -10,7 +10,7 @@ RANGE = st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair
 
 
 @given(st.lists(RANGE, max_size=12), RANGE)
-def test_it_agrees_with_a_set_of_integers(ranges: list[tuple[int, int]], probe: tuple[int, int]) -> None:
+def test_an_interval_set_agrees_with_a_set_of_integers(ranges: list[tuple[int, int]], probe: tuple[int, int]) -> None:
     intervals, reference = IntervalSet(), set()
     for start, stop in ranges:
         if reference & set(range(start, stop)):
@@ -28,7 +28,7 @@ def test_it_agrees_with_a_set_of_integers(ranges: list[tuple[int, int]], probe: 
 
 
 @given(st.lists(RANGE, max_size=12), st.integers(0, 50), RANGE)
-def test_what_is_settled_is_a_number_and_can_be_added_no_more(
+def test_settled_integers_are_kept_as_a_number_and_cannot_be_added(
     ranges: list[tuple[int, int]], floor: int, probe: tuple[int, int]
 ) -> None:
     intervals, reference = IntervalSet(), set()

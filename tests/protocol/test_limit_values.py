@@ -1,4 +1,4 @@
-"""What no working peer would say is refused before any machine sees it."""
+"""Values that no working peer sends are refused before a state machine handles them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_the_bounds_themselves_are_allowed() -> None:
     ],
     ids=lambda message: repr(message)[:60],
 )
-def test_what_no_working_peer_says_is_refused(message: messages.FromLearner) -> None:
+def test_values_beyond_the_bounds_are_refused(message: messages.FromLearner) -> None:
     with pytest.raises(CorruptMessageError, match="must"):
         messages.decode(messages.encode(message), messages.FromLearner)

@@ -1,4 +1,4 @@
-"""Whatever a learner can write into a message has a limit: fields are found, not listed, so a new one is covered."""
+"""Each field of a learner's messages has a limit. The test finds all fields by itself, so it covers new ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKED_ELSEWHERE = {"manifest"}  # `manifests.defect`
 
 
 def example(hint: object) -> object:
-    """The smallest value of this type."""
+    """Return the smallest value of this type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return example(args[0])
@@ -34,7 +34,7 @@ def example(hint: object) -> object:
 
 
 def excesses(hint: object) -> Iterator[object]:
-    """Values of this type that hold too much."""
+    """Return values of this type that are too large."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in args:
@@ -61,7 +61,7 @@ def excesses(hint: object) -> Iterator[object]:
 
 
 def is_accepted(message: object) -> bool:
-    """Whether this message is taken from a wire."""
+    """Return whether the decoder accepts this message."""
     try:
         messages.decode(messages.encode(message), messages.FromLearner)  # type: ignore[arg-type]
     except CorruptMessageError:
@@ -71,7 +71,7 @@ def is_accepted(message: object) -> bool:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", typing.get_args(messages.FromLearner), ids=lambda kind: kind.__name__)
-def test_nothing_in_a_message_is_without_a_limit(kind: type) -> None:
+def test_every_field_of_a_message_has_a_limit(kind: type) -> None:
     assert is_accepted(example(kind))
     accepted = [excess for excess in excesses(kind) if is_accepted(excess)]
     assert not accepted, f"{len(accepted)} are accepted, such as {accepted[0]!r:.200}"

@@ -17,7 +17,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 COUNTS = st.integers(0, 2**31 - 1)
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,9}", fullmatch=True)
 RANGES = st.tuples(st.integers(0, 9), st.integers(9, 99))
-# What `Json` fields carry is checked by whoever uses them.
+# The users of `Json` fields check their content.
 JSON = st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), INT64, st.text()), max_size=3)
 PROGRESS = st.builds(
     messages.Progress,
@@ -37,7 +37,7 @@ for kind, strategy in (
 
 
 def instances(union: object) -> st.SearchStrategy[object]:
-    """Any instance of any member of a union of dataclasses."""
+    """Return a strategy for instances of all members of a union of dataclasses."""
 
     def of(kind: type) -> st.SearchStrategy[object]:
         hints = typing.get_type_hints(kind)
@@ -75,11 +75,11 @@ def test_a_message_of_the_other_side_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [None, [], "Hello", {}, {"kind": "Nothing"}, {"kind": 3}])
-def test_what_is_no_message_is_refused(values: object) -> None:
+def test_a_value_that_is_not_a_message_is_refused(values: object) -> None:
     with pytest.raises(CorruptMessageError):
         messages.decode(values, messages.FromLearner)
 
 
-def test_a_record_of_another_version_is_refused_with_a_way_out() -> None:
+def test_a_record_of_another_version_is_refused_with_advice() -> None:
     with pytest.raises(CorruptLogError, match="restart with the version"):
         records.decode({"kind": "Elected"})

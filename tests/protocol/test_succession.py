@@ -27,12 +27,12 @@ def heard_every(primary: Primary, session: str, period_s: float, until_s: float)
         now_s += period_s
 
 
-STANDBY_S = rules.BEFORE_S + 1.0  # when the standby was heard last
+STANDBY_S = rules.BEFORE_S + 1.0  # time of the standby's last call
 ALONE_S = STANDBY_S + rules.ALONE_S
 
 
 def with_learners(learners: str, period_s: float = 1.0) -> Primary:
-    """A primary that learners talk to all the time, each a letter."""
+    """Return a primary with learners that call it all the time; each letter is a learner."""
     primary = Primary(0.0)
     for learner in learners:
         heard_every(primary, learner, period_s, ALONE_S)
@@ -41,7 +41,7 @@ def with_learners(learners: str, period_s: float = 1.0) -> Primary:
 
 
 def alone(primary: Primary, *fleets: str, at_s: float = ALONE_S) -> bool:
-    """Whether the primary may continue alone; each letter is a learner."""
+    """Return whether the primary may continue alone; each letter is a learner."""
     found = Fleets.only(fleets[0])
     for fleet in fleets[1:]:
         found = found.or_(fleet)
@@ -66,13 +66,13 @@ def test_a_primary_continues_alone_only_with_half_of_every_fleet_that_the_standb
     assert named == Fleets(frozenset("bc"), frozenset("abcd")), "the same within one event"
 
 
-def test_records_name_the_sessions_that_come_and_go() -> None:
+def test_records_name_the_sessions_that_join_and_leave() -> None:
     assert rules.changed_by(records.encode(records.Returned("s"))) == {"s"}
     assert rules.changed_by(records.encode(records.Released("l"))) == set()
     assert not rules.IN_FLIGHT & rules._CHANGES
 
 
-def test_a_primary_waits_for_a_standby_that_was_just_heard() -> None:
+def test_a_primary_waits_for_a_standby_that_has_just_called() -> None:
     primary = with_learners("a")
     assert not alone(primary, "a", at_s=ALONE_S - 0.1)
     assert alone(primary, "a", at_s=ALONE_S)
@@ -120,10 +120,10 @@ Fleet = frozenset[str]
 
 @dataclass
 class PrimaryMachine:
-    """The primary's process, between two restarts.
+    """The process of the primary between two restarts.
 
     Args:
-        log: who takes part after each record, on its disk.
+        log: the fleet after each record on its disk.
         now_s: current time.
     """
 
@@ -141,7 +141,7 @@ class PrimaryMachine:
         return self.acked < len(self.log)
 
     def decide(self, *fleets: Fleet) -> None:
-        """Handle an event: who takes part after each of its records."""
+        """Handle an event, given as the fleet after each of its records."""
         changed = {name for one, other in pairwise([self.log[-1], *fleets]) for name in one ^ other}
         self.fleets = self.fleets.or_(fleets[-1], changed)
         self.unwritten = list(fleets)
@@ -255,7 +255,7 @@ class World:
         self.after(self._random.expovariate(1 / self.steady_s), self._change_fleet)
 
     def _follow(self) -> None:
-        """The standby reports its records, and copies new ones."""
+        """Let the standby report its records and copy new ones."""
         sent_s, num_copied = self.now_s, self.num_copied
         counts, newest = False, num_copied
 
@@ -277,7 +277,7 @@ class World:
         self._call("S", "P", arrives, ends)
 
     def _beat(self, name: str) -> None:
-        """A learner calls the syncer that it dials."""
+        """Let a learner call the syncer that it dials."""
         where = self.dials[name]
 
         def arrives() -> bool:
@@ -312,7 +312,7 @@ class World:
         self.after(TICK_S, self._decide)
 
     def _tell(self) -> None:
-        """The standby tells the primary that it has taken over. Until then, the primary answers learners."""
+        """Let the standby tell the primary that it has taken over. Until then, the primary answers learners."""
 
         def arrives() -> bool:
             self.was_told = True
@@ -329,7 +329,7 @@ def outcome(seed: int) -> str:
 
 
 @pytest.mark.seconds
-def test_no_schedule_lets_both_serve() -> None:
+def test_no_schedule_makes_both_syncers_serve() -> None:
     found = Counter(map(outcome, range(500)))
     assert found["both"] == 0, found
     assert min(found["alone"], found["taken over"], found["neither"]) >= 10, f"the search must reach all cases: {found}"
@@ -341,25 +341,25 @@ def test_no_schedule_lets_both_serve() -> None:
     [{"BEFORE_S": -1000.0, "ALONE_S": 3.0}, {"BEFORE_S": -1000.0}, {"FRESH_S": 1000.0}, {"PAUSE_S": 100.0}],
     ids=" ".join,
 )
-def test_the_search_finds_weaker_rules(monkeypatch: pytest.MonkeyPatch, weaker: dict[str, float]) -> None:
+def test_the_search_detects_weaker_rules(monkeypatch: pytest.MonkeyPatch, weaker: dict[str, float]) -> None:
     for name, value in weaker.items():
         monkeypatch.setattr(rules, name, value)
     assert any(outcome(seed) == "both" for seed in range(200))
 
 
 def of_the_machine(fleets: Fleets, fleet: Fleet, changed: Fleet = frozenset()) -> Fleets:
-    """Count who takes part by the primary's machine, which may be ahead of the standby's log."""
+    """Return the fleet of the primary's machine, which may be ahead of the standby's log."""
     return Fleets.only(fleet)
 
 
 def of_the_past(fleets: Fleets, fleet: Fleet, changed: Fleet = frozenset()) -> Fleets:
-    """Count who took part before the event."""
+    """Return the fleet before the event."""
     return fleets
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("weaker", [of_the_machine, of_the_past])
-def test_the_search_finds_a_primary_that_counts_one_fleet_only(
+def test_the_search_detects_a_primary_that_counts_only_one_fleet(
     monkeypatch: pytest.MonkeyPatch, weaker: Callable[..., Fleets]
 ) -> None:
     monkeypatch.setattr(Fleets, "or_", weaker)

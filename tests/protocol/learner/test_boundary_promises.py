@@ -1,4 +1,4 @@
-"""A learner with several ranks does at a boundary what it promised when the step began, and nothing else."""
+"""At a boundary, a learner with several ranks takes only the actions that it promised when the step began."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_promised_landing_is_made_although_the_contribution_is_refused_meanwhi
     assert learner.hear(msg.FateIs(1, ready.seq, "refused", reason="norm")) == []
     learner.step()
     kinds = [type(action) for action in learner.actions]
-    assert kinds.index(do.Land) < kinds.index(do.Forget)  # the refusal is heard after the landing
+    assert kinds.index(do.Land) < kinds.index(do.Forget)  # the refusal is handled after the landing
     assert learner.state.fragments[1].must_adopt == "refused"
 
 

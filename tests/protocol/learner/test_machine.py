@@ -18,7 +18,7 @@ def learner() -> Learner:
 # ------------------------------------------------------------------------------------------------- asking for rounds
 
 
-def test_an_intent_is_said_one_step_ahead_and_every_step_until_announced(learner: Learner) -> None:
+def test_an_intent_is_sent_one_step_ahead_and_at_every_step_until_the_announcement(learner: Learner) -> None:
     learner.step(2)
     assert learner.says == []  # due at 2 and 4, but fewer than H - tau steps have passed
     learner.step()
@@ -42,7 +42,7 @@ def test_intents_of_fast_steps_do_not_flood_the_syncer(learner: Learner) -> None
     assert msg.Intent(1, 0.0) in learner.says, "it may have been lost"
 
 
-def test_an_intent_says_how_long_steps_take(learner: Learner) -> None:
+def test_an_intent_has_the_step_times(learner: Learner) -> None:
     learner.state.step_s, learner.state.long_step_s = 0.5, 2.0
     learner.step(3)
 
@@ -94,7 +94,7 @@ def test_an_outstanding_contribution_answers_the_next_round_instead_of_a_snapsho
     assert of_kind(learner.step(), do.Snapshot) == []
 
 
-def test_a_round_is_answered_after_the_merge_on_its_way_has_landed(learner: Learner) -> None:
+def test_a_round_is_answered_after_the_pending_merge_has_landed(learner: Learner) -> None:
     learner.snapshot()
     learner.commit(0, 1, seq=1)
     learner.hear(msg.Announce(0, 2))
@@ -118,7 +118,7 @@ def test_a_merge_changes_nothing_until_it_has_landed(learner: Learner) -> None:
     assert learner.state.progress.pending[0] == ((10, 20),)
 
 
-def test_what_the_guard_cut_off_goes_into_the_next_contribution(learner: Learner) -> None:
+def test_the_part_cut_off_by_the_guard_goes_into_the_next_contribution(learner: Learner) -> None:
     first = learner.snapshot()
     learner.commit(0, 1, seq=1)
     learner.handle(on.Staged(0, 0, 1, 1, kept=0.25))
@@ -131,7 +131,7 @@ def test_what_the_guard_cut_off_goes_into_the_next_contribution(learner: Learner
     assert seen == booked
 
 
-def test_what_the_guard_cut_off_is_dropped_and_booked_where_landings_drop_progress() -> None:
+def test_the_part_cut_off_by_the_guard_is_booked_if_landings_drop_progress() -> None:
     learner = Learner(align="overwrite")
     learner.snapshot()
     learner.commit(0, 1, seq=1)
@@ -163,7 +163,7 @@ def test_the_merge_of_others_leaves_the_contribution_outstanding(learner: Learne
     assert learner.state.progress.pending[0] == ((0, 10), (10, 20))
 
 
-def test_a_fate_is_not_asked_while_the_upload_runs(learner: Learner) -> None:
+def test_a_fate_is_not_requested_during_the_upload(learner: Learner) -> None:
     learner.snapshot()
     learner.commit(0, 1)
     assert learner.says == []
@@ -174,7 +174,7 @@ def test_a_fate_is_not_asked_while_the_upload_runs(learner: Learner) -> None:
     assert learner.says == [msg.AskFate(0, 1)]
 
 
-def test_an_unknown_contribution_is_uploaded_again_unless_it_is_on_its_way(learner: Learner) -> None:
+def test_an_unknown_contribution_is_uploaded_again_unless_its_upload_runs(learner: Learner) -> None:
     ready = learner.snapshot()
     assert learner.hear(msg.FateIs(0, 1, "unknown")) == []
 
@@ -182,7 +182,7 @@ def test_an_unknown_contribution_is_uploaded_again_unless_it_is_on_its_way(learn
     assert learner.hear(msg.FateIs(0, 1, "unknown")) == [do.Upload(ready)]
 
 
-def test_a_lost_answer_is_asked_for_again(learner: Learner) -> None:
+def test_a_request_is_repeated_after_a_lost_answer(learner: Learner) -> None:
     learner.snapshot()
     learner.handle(on.Uploaded(0, 1))
 
@@ -199,7 +199,7 @@ def test_a_lost_answer_is_asked_for_again(learner: Learner) -> None:
     assert learner.says.count(msg.AskFate(0, 1)) == 1
 
 
-def test_superseded_with_carry_the_range_is_fresh_again(learner: Learner) -> None:
+def test_a_superseded_range_is_fresh_again_with_carry(learner: Learner) -> None:
     learner.snapshot()
     learner.step(2)
     learner.hear(msg.FateIs(0, 1, "superseded"))
@@ -210,7 +210,7 @@ def test_superseded_with_carry_the_range_is_fresh_again(learner: Learner) -> Non
 
 
 def test_a_round_that_was_answered_with_a_superseded_contribution_is_answered_again(learner: Learner) -> None:
-    """Ranks postpone fates: a slow learner answered with the old contribution, and was never merged."""
+    """Ranks postpone fates. Before, a slow learner answered with the old contribution and was never merged."""
     ready = learner.snapshot()
     learner.hear(msg.Announce(0, 2))
     assert ready in learner.says
@@ -220,7 +220,7 @@ def test_a_round_that_was_answered_with_a_superseded_contribution_is_answered_ag
     assert (snapshot.ready.seq, snapshot.ready.start) == (2, 0)
 
 
-def test_superseded_with_overwrite_the_range_is_booked() -> None:
+def test_a_superseded_range_is_booked_with_overwrite() -> None:
     learner = Learner(align="overwrite")
     learner.snapshot()
     learner.hear(msg.FateIs(0, 1, "superseded"))
@@ -236,7 +236,7 @@ def test_a_landing_that_overwrites_books_the_steps_in_flight() -> None:
     learner.commit(0, 1, seq=1)
     learner.land(0, 1, 1)
 
-    # The snapshot stood for 10 tokens; 20 more in flight, and the step before the boundary of the landing.
+    # The snapshot had 10 tokens. 20 more are in flight, and the step before the boundary of the landing adds 10.
     assert learner.state.discarded == {"overwritten": 30}
     assert learner.books() == (80, 80)
 
@@ -313,7 +313,7 @@ def test_nothing_lands_while_its_delta_is_being_encoded(learner: Learner) -> Non
     assert of_kind(learner.step(), do.Land) == [do.Land(0)]
 
 
-def test_an_update_that_hides_my_merge_does_not_land(learner: Learner) -> None:
+def test_an_update_that_leaves_out_the_own_merge_does_not_land(learner: Learner) -> None:
     learner.snapshot()
     learner.commit(0, 1, seq=1)
 
@@ -328,7 +328,7 @@ def test_one_fetch_at_a_time_and_a_failed_one_is_repeated(learner: Learner) -> N
     assert of_kind(learner.handle(on.Tick()), do.Fetch) == [do.Fetch(0, 0, 0, None, False)]
 
 
-def test_a_learner_that_evaluates_declines_and_says_so(learner: Learner) -> None:
+def test_a_learner_that_evaluates_declines_rounds_and_reports_its_phase(learner: Learner) -> None:
     learner.step()
     learner.hear(msg.Announce(0, 1))
     learner.handle(on.Evaluating(True))

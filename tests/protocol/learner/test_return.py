@@ -1,4 +1,4 @@
-"""The learner's machine in trouble, on its return, and at its end. Fragment 0 is due at step 2, 1 at step 4."""
+"""The learner's machine during faults, after a reconnect, and at its end. Fragment 0 is due at step 2, 1 at step 4."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def welcome(generation: int = 0, version: int = 0, merged: tuple[int, ...] = (0,
 # ------------------------------------------------------------------------------------------------- trouble and return
 
 
-def test_a_reconnect_says_what_is_known_and_asks_for_every_fate(learner: Learner) -> None:
+def test_a_reconnect_reports_known_versions_and_asks_for_every_fate(learner: Learner) -> None:
     learner.snapshot()
     learner.handle(on.UploadFailed(0, 1))
     known = (msg.Mark(0, 0, "x"), msg.Mark(0, 0, "y"))
@@ -36,7 +36,7 @@ def test_a_reconnect_says_what_is_known_and_asks_for_every_fate(learner: Learner
     assert msg.AskFate(0, 1) in learner.says
 
 
-def test_a_new_generation_books_lost_merges_and_drops_what_is_outstanding(learner: Learner) -> None:
+def test_a_new_generation_books_lost_merges_and_drops_outstanding_contributions(learner: Learner) -> None:
     learner.snapshot()
     learner.commit(0, 1, seq=1)
     learner.land(0, 1, seq=1)  # 10 tokens of fragment 0 are merged and landed
@@ -56,7 +56,7 @@ def test_a_new_generation_books_lost_merges_and_drops_what_is_outstanding(learne
     assert learner.state.progress.pending == (((40, 50),), ())
 
 
-def test_what_landed_since_the_last_hello_is_proved_by_another_one(learner: Learner) -> None:
+def test_versions_that_landed_after_the_last_hello_are_proved_by_another_hello(learner: Learner) -> None:
     learner.snapshot()
     learner.commit(0, 1, seq=1)
     learner.land(0, 1, seq=1)
@@ -67,7 +67,7 @@ def test_what_landed_since_the_last_hello_is_proved_by_another_one(learner: Lear
     assert of_kind(learner.actions, do.SayHello) == [do.SayHello()]
 
 
-def test_what_survived_the_roll_back_is_not_booked_as_lost(learner: Learner) -> None:
+def test_merges_that_survived_a_rollback_are_not_booked_as_lost(learner: Learner) -> None:
     learner.snapshot()
     learner.hear(welcome(generation=1, version=1, merged=(10, 0)))  # the outstanding contribution is in version 1
 
@@ -75,7 +75,7 @@ def test_what_survived_the_roll_back_is_not_booked_as_lost(learner: Learner) -> 
     assert learner.books() == (20, 20)
 
 
-def test_messages_of_an_older_generation_are_passed_over(learner: Learner) -> None:
+def test_messages_of_an_older_generation_are_ignored(learner: Learner) -> None:
     learner.hear(welcome(generation=1))
     learner.hear(msg.Commit(0, 0, 9, ()))
     assert learner.state.fragments[0].offered == 0
@@ -84,15 +84,15 @@ def test_messages_of_an_older_generation_are_passed_over(learner: Learner) -> No
     assert of_kind(learner.step(), do.Land) == []
 
 
-def test_being_fenced_stops_the_learner(learner: Learner) -> None:
+def test_being_fenced_off_stops_the_learner(learner: Learner) -> None:
     assert learner.hear(msg.Rejected("fenced", "replaced")) == [do.Fail("FencedError", "replaced")]
 
 
-def test_a_seed_grant_that_comes_late_changes_nothing(learner: Learner) -> None:
+def test_a_late_seed_grant_changes_nothing(learner: Learner) -> None:
     assert learner.hear(msg.SeedGrant(1, 1, "r", {})) == []
 
 
-def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learner) -> None:
+def test_a_loss_that_is_not_finite_does_not_stop_heartbeats(learner: Learner) -> None:
     learner.state.metrics = {"loss": float("nan"), "stall_s": 0.5}
     learner.handle(on.Tick())
 
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learn
 # ----------------------------------------------------------------------------------------------------------- the end
 
 
-def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: Learner) -> None:
+def test_a_draining_learner_asks_for_its_remaining_rounds_and_leaves_after_they_land(learner: Learner) -> None:
     learner.step()
     learner.handle(on.Finish("finished"))
     assert learner.says[1:] == [msg.Intent(0, 0.0, 30.0), msg.Intent(1, 0.0, 30.0)]  # of 60 s to drain
@@ -124,7 +124,7 @@ def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: 
     assert learner.handle(on.Tick()) == []
 
 
-def test_a_drainer_asks_ever_more_rarely_while_others_evaluate_and_at_once_when_it_stops_waiting() -> None:
+def test_a_draining_learner_asks_less_and_less_often_until_its_patience_ends() -> None:
     learner = Learner(num_fragments=2)
     learner.step()
     learner.handle(on.Finish("finished"))
@@ -138,7 +138,7 @@ def test_a_drainer_asks_ever_more_rarely_while_others_evaluate_and_at_once_when_
     assert alone == pytest.approx(101.0 + WAIT_SHARE * DRAIN_S, abs=0.11)
 
 
-def test_a_drainer_waits_for_its_update_without_asking_for_rounds(learner: Learner) -> None:
+def test_a_draining_learner_waits_for_its_update_without_asking_for_rounds(learner: Learner) -> None:
     learner.step()
     learner.snapshot(0)
     learner.snapshot(1, 2)
@@ -150,7 +150,7 @@ def test_a_drainer_waits_for_its_update_without_asking_for_rounds(learner: Learn
     assert [m for m in learner.says if isinstance(m, msg.Intent)] == []
 
 
-def test_a_drain_that_takes_too_long_ends_with_honest_books() -> None:
+def test_a_drain_that_takes_too_long_ends_with_exact_accounts() -> None:
     learner = Learner(drain_s=5.0)
     learner.step()
     learner.handle(on.Finish("preempted"))
@@ -164,8 +164,8 @@ def left(learner: Learner) -> bool:
     return any(isinstance(message, msg.Leave) for message in learner.says)
 
 
-def test_a_drain_goes_on_as_long_as_its_contributions_do() -> None:
-    """Each of them takes less than the wait, all together three times as long."""
+def test_a_drain_continues_while_its_contributions_advance() -> None:
+    """Each contribution takes less than the wait; all together take three times as long."""
     learner = Learner()
     learner.step()
     learner.handle(on.Finish("finished"))
@@ -175,7 +175,7 @@ def test_a_drain_goes_on_as_long_as_its_contributions_do() -> None:
         assert not left(learner)
         learner.handle(on.Encoded(p, 1))
         learner.handle(on.Uploaded(p, 1))
-        learner.handle(on.Uploaded(p, 1), after_s=1.0)  # once more: that is no progress
+        learner.handle(on.Uploaded(p, 1), after_s=1.0)  # a repetition is no progress
         learner.handle(on.Pause(), after_s=DRAIN_S - 3)
         assert not left(learner)
         learner.commit(p, 1, seq=1)
@@ -193,7 +193,7 @@ def test_a_drain_waits_ten_minutes_for_a_syncer_that_is_away() -> None:
     for _ in range(int(OUTAGE_S / 50.0)):
         learner.handle(on.Pause(is_online=False), after_s=50.0)
         assert not left(learner)
-    # It is back, and everything takes nearly as long as it may.
+    # The syncer is back, and each stage takes nearly as long as allowed.
     learner.hear(msg.Announce(0, 1))
     learner.handle(on.Pause(), after_s=DRAIN_S - 1 - 50.0)
     learner.handle(on.Encoded(0, 1))
@@ -218,7 +218,7 @@ def test_a_drain_with_a_limit_does_not_wait_for_a_syncer_that_is_away(options: d
     assert learner.state.drain_until_s == ends_s, "nobody waits longer for an answer, either"
 
 
-def test_a_learner_that_is_preempted_while_it_drains_has_another_limit_and_leaves_as_that() -> None:
+def test_a_preemption_during_the_drain_sets_another_limit_and_reason() -> None:
     learner = Learner(num_fragments=1, sync_every=4)
     learner.step()
     learner.handle(on.Finish("finished"))
@@ -251,7 +251,7 @@ def test_a_drain_does_not_wait_longer_than_ten_minutes() -> None:
     assert OUTAGE_S <= learner.now_s - begun_s <= OUTAGE_S + DRAIN_S + 10.0
 
 
-def test_a_drain_ends_where_nothing_of_its_own_gets_on_whatever_others_do() -> None:
+def test_a_drain_ends_if_only_contributions_of_others_advance() -> None:
     learner = Learner(num_fragments=1, sync_every=4)
     learner.step()
     learner.handle(on.Finish("finished"))
@@ -264,7 +264,7 @@ def test_a_drain_ends_where_nothing_of_its_own_gets_on_whatever_others_do() -> N
     assert learner.state.progress.pending == (((0, 10),),)
 
 
-def test_a_drain_waits_for_what_rounds_have_taken_and_an_option_is_a_limit() -> None:
+def test_the_wait_of_a_drain_follows_the_duration_of_rounds_and_an_option_limits_it() -> None:
     def drained(round_s: float, **options: Any) -> tuple[float, Learner]:
         learner = Learner(num_fragments=1, **options)
         for version in range(1, 4):
@@ -289,7 +289,7 @@ def test_a_drain_waits_for_what_rounds_have_taken_and_an_option_is_a_limit() -> 
     assert learner.state.drain_until_s - learner.now_s == 4.0
 
 
-def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:
+def test_nothing_is_snapshotted_or_landed_after_the_leave_was_sent() -> None:
     learner = Learner(drain_s=0.0)
     learner.step()
     learner.handle(on.Finish("failed", drain=False))
@@ -300,7 +300,7 @@ def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:
     assert learner.handle(on.Pause()) == []
 
 
-def test_what_was_staged_does_not_land_if_the_learner_leaves_at_once() -> None:
+def test_a_staged_update_does_not_land_if_the_learner_leaves_at_once() -> None:
     learner = Learner()
     learner.step()
     learner.commit(1, 1)
@@ -311,7 +311,7 @@ def test_what_was_staged_does_not_land_if_the_learner_leaves_at_once() -> None:
 
 
 @pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
-def test_the_books_balance_after_every_event(align: str) -> None:
+def test_the_accounts_balance_after_every_event(align: str) -> None:
     learner = Learner(align=align)
     for version in range(1, 8):
         learner.snapshot(0, version)
@@ -327,7 +327,7 @@ def test_the_books_balance_after_every_event(align: str) -> None:
 # --------------------------------------------------------------------------------------------------------- quarantine
 
 
-def test_quarantine_is_told_once_and_does_not_stop_the_learner(learner: Learner) -> None:
+def test_quarantine_causes_one_warning_and_does_not_stop_the_learner(learner: Learner) -> None:
     told = []
     for seq in range(1, 6):
         learner.snapshot(0, seq)

@@ -1,4 +1,4 @@
-"""Who may join: seeds, contradictions, names in use, incarnations, the hold before the first step."""
+"""Admission of learners: seeds, contradictions, names in use, incarnations, and the hold before the first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.protocol.harness import Syncer, confirm, manifest, of_kind, ready, sa
 # ---------------------------------------------------------------------------------------------------------- the seed
 
 
-def test_an_empty_run_has_one_seeder_and_everyone_else_waits() -> None:
+def test_an_empty_run_has_one_seeder_and_all_others_wait() -> None:
     syncer = Syncer()
     (grant,) = said(syncer.hello("a"), "a")
     assert isinstance(grant, msg.SeedGrant)
@@ -26,7 +26,7 @@ def test_an_empty_run_has_one_seeder_and_everyone_else_waits() -> None:
     assert [type(m) for s in "ab" for m in said(actions, s)] == [msg.Welcome, msg.Welcome]
 
 
-def test_the_lease_passes_on_when_the_seeder_falls_silent() -> None:
+def test_the_seed_lease_passes_to_another_learner_when_the_seeder_falls_silent() -> None:
     syncer = Syncer()
     syncer.hello("a")
     syncer.tell("a", msg.SeedPlan(1, manifest(syncer.config)))
@@ -35,13 +35,13 @@ def test_the_lease_passes_on_when_the_seeder_falls_silent() -> None:
     (grant,) = said(syncer.tick(6.0), "b")
     assert (type(grant), grant.lease) == (msg.SeedGrant, 2)
 
-    # What the first seeder still brings is of a lease that is over.
+    # Values that the first seeder still sends belong to an expired lease.
     assert syncer.handle(on.SeedStored(1, ("start",) * 2)) == []
     assert said(syncer.tell("a", msg.SeedPlan(1, manifest(syncer.config))), "a") == []
     assert syncer.state.manifest is None
 
 
-def test_a_lease_number_is_not_given_out_again_after_a_restart() -> None:
+def test_a_lease_number_is_not_used_again_after_a_restart() -> None:
     syncer = Syncer()
     syncer.hello("a")
     syncer.tell("a", msg.SeedPlan(1, manifest(syncer.config)))
@@ -51,7 +51,7 @@ def test_a_lease_number_is_not_given_out_again_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize("key", ["config", "frozen", "num_fragments", "plan_digest"])
-def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
+def test_a_manifest_with_a_missing_field_is_refused(key: str) -> None:
     syncer = Syncer()
     syncer.hello("a")
     broken = {name: value for name, value in manifest(syncer.config).items() if name != key}
@@ -60,7 +60,7 @@ def test_a_manifest_that_lacks_something_is_refused(key: str) -> None:
     assert rejected.error == "config"
 
 
-def test_a_seeder_cannot_overrule_the_syncers_flags() -> None:
+def test_a_seeder_cannot_override_the_syncers_flags() -> None:
     syncer = Syncer()
     syncer.state.options["sync_every"] = 8
     syncer.hello("a")
@@ -70,7 +70,7 @@ def test_a_seeder_cannot_overrule_the_syncers_flags() -> None:
     assert "sync_every=4" in rejected.text
 
 
-def test_a_model_with_fewer_slices_than_asked_for_is_no_contradiction() -> None:
+def test_a_model_with_fewer_slices_than_requested_is_not_a_contradiction() -> None:
     syncer = Syncer()
     syncer.state.options["num_fragments"] = 24
     syncer.hello("a")
@@ -97,7 +97,7 @@ def test_a_model_with_fewer_slices_than_asked_for_is_no_contradiction() -> None:
         ({"known": (msg.Mark(0, 3, "x"),) * 2}, "join", "whose syncer does not know it"),
     ],
 )
-def test_a_hello_that_cannot_be_met_is_refused(hello: dict[str, object], error: str, found: str) -> None:
+def test_a_hello_with_impossible_requests_is_refused(hello: dict[str, object], error: str, found: str) -> None:
     (rejected,) = said(Syncer("a").hello("b", **hello), "b")
 
     assert rejected.error == error
@@ -129,7 +129,7 @@ def test_another_model_is_refused(changes: dict[str, object], found: str) -> Non
     assert found in rejected.text
 
 
-def test_a_token_unit_nobody_knows_yet_is_no_difference() -> None:
+def test_an_unknown_token_unit_is_not_a_difference() -> None:
     syncer = Syncer("a")
     syncer.hello("b")
 
@@ -139,7 +139,7 @@ def test_a_token_unit_nobody_knows_yet_is_no_difference() -> None:
 # --------------------------------------------------------------------------------------------------------- incarnations
 
 
-def test_the_same_session_gets_the_same_incarnation_however_often_it_asks() -> None:
+def test_the_same_session_always_gets_the_same_incarnation() -> None:
     syncer = Syncer("a")
     welcomes = [said(syncer.hello("b"), "b", msg.Welcome)[0] for _ in range(3)]
 
@@ -149,7 +149,7 @@ def test_the_same_session_gets_the_same_incarnation_however_often_it_asks() -> N
 
 def test_a_name_that_is_in_use_is_refused_with_its_owner() -> None:
     syncer = Syncer("a")
-    assert said(syncer.hello("x", "a", where="here:1"), "x") == []  # too early to say
+    assert said(syncer.hello("x", "a", where="here:1"), "x") == []  # too early to decide
     syncer.now_s += 1.0
     syncer.beat("a")
 
@@ -158,7 +158,7 @@ def test_a_name_that_is_in_use_is_refused_with_its_owner() -> None:
     assert "DILOCO_LEARNER" in rejected.text
 
 
-def test_a_member_says_where_it_runs_again_when_it_comes_back() -> None:
+def test_a_member_reports_its_host_again_when_it_reconnects() -> None:
     syncer = Syncer("a")
     syncer.hello("a", connection=2, where="here:1", site="east")
     member = syncer.state.roster["a"]
@@ -187,7 +187,7 @@ def test_a_name_is_in_use_while_its_owner_is_still_joining() -> None:
     assert "in use" in rejected.text
 
 
-def test_a_lapsed_owner_gives_way_at_once() -> None:
+def test_the_name_of_a_lapsed_owner_is_granted_at_once() -> None:
     syncer = Syncer("a", "b")
     syncer.now_s += 10.0
     syncer.beat("b")
@@ -221,7 +221,7 @@ def test_a_new_incarnation_drops_and_books_what_the_old_one_had_not_merged() -> 
     assert syncer.state.ledger.totals().discarded == {"lapsed": 2 * 100}
 
 
-def test_an_older_incarnation_that_confirms_late_is_fenced() -> None:
+def test_an_older_incarnation_that_confirms_late_is_fenced_off() -> None:
     syncer = Syncer("a")
     syncer.hello("x", "c")
     syncer.hello("y", "c")
@@ -234,7 +234,7 @@ def test_an_older_incarnation_that_confirms_late_is_fenced() -> None:
     assert syncer.state.roster["y"].state == "active"
 
 
-def test_a_late_confirm_does_not_bring_a_learner_back_that_has_left() -> None:
+def test_a_late_confirm_does_not_reactivate_a_learner_that_has_left() -> None:
     syncer = Syncer("a")
     leave(syncer, "a")
 
@@ -242,14 +242,14 @@ def test_a_late_confirm_does_not_bring_a_learner_back_that_has_left() -> None:
     assert syncer.state.roster["a"].state == "left"
 
 
-def test_hellos_of_an_older_connection_are_passed_over() -> None:
+def test_hellos_of_an_older_connection_are_ignored() -> None:
     syncer = Syncer("a")
     syncer.hello("a", connection=5)
 
     assert syncer.hello("a", connection=4) == []
 
 
-def test_a_joiner_hears_of_the_rounds_that_are_open() -> None:
+def test_a_joiner_receives_the_open_rounds() -> None:
     syncer = Syncer("a")
     syncer.intent("a", 1)
 
@@ -260,7 +260,7 @@ def test_a_joiner_hears_of_the_rounds_that_are_open() -> None:
 # ------------------------------------------------------------------------------------------------ before the first step
 
 
-def test_the_first_step_is_held_until_the_expected_learners_are_there() -> None:
+def test_the_first_step_waits_for_the_expected_learners() -> None:
     syncer = Syncer(expect=2)
     syncer.seed("a")
     assert said(syncer.join("a"), "a", msg.Active) == []
@@ -279,7 +279,7 @@ def test_the_hold_ends_after_a_minute() -> None:
     assert said(syncer.tick(1.0), "a", msg.Active)
 
 
-def test_after_the_start_nobody_is_held() -> None:
+def test_learners_that_join_after_the_start_do_not_wait() -> None:
     syncer = Syncer(expect=1)
     syncer.seed("a")
     syncer.join("a")
@@ -288,7 +288,7 @@ def test_after_the_start_nobody_is_held() -> None:
 
 
 def slots_of(names: str, parts: int | None) -> list[int]:
-    """Slots of learners of these names, in the order in which they join."""
+    """Return the slots of learners with these names, in the order in which they join."""
     syncer = Syncer(*names.split(), data_parts=parts)
     found = {m.learner: m.slot for m in syncer.state.roster.members.values()}
     return [found[name] for name in names.split()]
@@ -320,7 +320,7 @@ def test_a_slot_is_kept_over_restarts_of_a_learner() -> None:
     assert (welcome.slot, welcome.incarnation) == (3, 2)
 
 
-def test_the_part_of_a_learner_that_is_gone_goes_to_the_next_that_comes() -> None:
+def test_the_part_of_a_lost_learner_goes_to_the_next_one_that_joins() -> None:
     syncer = Syncer("a", "b", data_parts=2)
     leave(syncer, "a")
     (welcome,) = said(syncer.hello("c", "c"), "c")
@@ -334,5 +334,5 @@ def leave(syncer: Syncer, session: str) -> list[do.SyncerAction]:
     return syncer.tell(session, msg.Leave("finished", progress, 25.0))
 
 
-def test_options_are_compared_with_what_the_run_really_has() -> None:
+def test_options_are_compared_with_the_values_that_the_run_uses() -> None:
     assert said(Syncer("a").hello("b", options=RunConfig(sync_every=4, num_fragments=2, overlap=1).to_dict()), "b")

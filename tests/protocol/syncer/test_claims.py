@@ -1,4 +1,4 @@
-"""What learners say of their tokens, steps and times, and how far it is believed."""
+"""Claims of learners about their tokens, steps and times, and their limits."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def rates(*tokens: int) -> list[Member]:
 
 
 @pytest.mark.parametrize("others", [1, 2, 5])
-def test_no_word_makes_a_learner_all_of_the_fleet(others: int) -> None:
+def test_no_claim_gives_a_learner_the_share_of_the_whole_fleet(others: int) -> None:
     fleet = rates(*[64] * others, 64 * 100)
 
     assert shares_of_work(fleet, fleet)[-1] == pytest.approx(MAX_RATE / (MAX_RATE + others))
 
 
-def test_an_absurd_rate_counts_as_a_usual_one() -> None:
+def test_an_impossible_rate_counts_as_the_usual_one() -> None:
     fleet = rates(64, 64, 64, 2**40)
 
     assert shares_of_work(fleet, fleet) == pytest.approx((0.25,) * 4)
 
 
-def test_rates_within_bounds_count_as_they_are() -> None:
+def test_rates_within_bounds_are_not_changed() -> None:
     fleet = rates(64, 64, 64, 128, 32)
 
     assert shares_of_work(fleet, fleet) == pytest.approx([n / 7.25 for n in (1, 1, 1, 4, 0.25)])
 
 
-def test_a_counter_that_cannot_be_ends_its_learner_and_is_not_used() -> None:
+def test_an_impossible_counter_stops_its_learner_and_is_ignored() -> None:
     syncer = Syncer("a", "b", "mad")
     actions = syncer.beat("mad", tokens=2**40) + syncer.beat("mad", tokens=2**40)
 
@@ -47,18 +47,18 @@ def test_a_counter_that_cannot_be_ends_its_learner_and_is_not_used() -> None:
     assert "token_count_fn" in str(fate.reason)
 
 
-def test_batches_of_another_size_are_no_wrong_counter() -> None:
+def test_another_batch_size_is_not_a_wrong_counter() -> None:
     syncer = Syncer("a", "b", "large")
 
     assert said(syncer.beat("large", tokens=100 * 100), "large", msg.Rejected) == []
 
 
 @pytest.mark.parametrize("quorum", [1, 3])
-def test_nobody_is_waited_for_as_long_as_it_says(quorum: int) -> None:
+def test_waits_for_claimed_step_times_are_limited(quorum: int) -> None:
     syncer = Syncer("a", "b", "mad", quorum=quorum)
     syncer.now_s += 0.5
     for session in "ab":
-        syncer.intent(session, 1)  # their steps take a second
+        syncer.intent(session, 1)  # steps of the others take a second
     syncer.tell("mad", msg.Intent(0, 3600.0, 3600.0, 3600.0))
     syncer.contribute("a", ready())
     syncer.contribute("b", ready())
@@ -73,10 +73,10 @@ def test_nobody_is_waited_for_as_long_as_it_says(quorum: int) -> None:
 
 
 @pytest.mark.parametrize(("away_s", "steps", "believed"), [(600.0, 600, 600), (600.0, 2**40, 6008), (0.0, 2**40, 8)])
-def test_steps_excuse_a_long_contribution_as_far_as_they_can_have_been_made(
+def test_claimed_steps_allow_a_long_contribution_up_to_a_plausible_number(
     away_s: float, steps: int, believed: int
 ) -> None:
-    syncer = Syncer("a", "b", "long")  # H = 4, a step takes the others a second
+    syncer = Syncer("a", "b", "long")  # H = 4; steps of the others take a second
     syncer.now_s += away_s
     for session in ("a", "b", "long"):
         syncer.beat(session, step=8, tokens=200)

@@ -1,4 +1,4 @@
-"""Quarantine: who gets into it, what it means, and how to get out."""
+"""Quarantine: its causes, its effects, and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds(Syncer):
         self.seq = 0
 
     def next(self, verdict: Verdict, *, without: str = "") -> list[do.SyncerAction]:
-        """A round in which this is found of mad's contribution; returns what was done because of it."""
+        """Run a round with this verdict on mad's contribution; return the resulting actions."""
         self.seq += 1
         there = [session for session in ("a", "b", "c", "mad") if session not in without.split()]
         self.now_s += 1.0
@@ -68,7 +68,7 @@ def contributors(actions: list[do.SyncerAction]) -> list[str]:
     return [c.learner for c in commit.contributors]
 
 
-def test_what_is_refused_is_left_out_and_told_and_the_round_goes_on_without_it(rounds: Rounds) -> None:
+def test_a_refused_contribution_is_left_out_with_a_reason_and_the_round_continues(rounds: Rounds) -> None:
     actions = rounds.next(REFUSED)
 
     assert fates(actions) == ["refused"]
@@ -94,7 +94,7 @@ def test_odd_contributions_in_a_row_lead_to_quarantine(rounds: Rounds, verdict: 
     assert verdict.odd in rounds.state.roster.quarantined["mad"]
 
 
-def test_nobody_waits_for_a_learner_in_quarantine_or_counts_it(rounds: Rounds) -> None:
+def test_rounds_neither_wait_for_a_learner_in_quarantine_nor_count_it(rounds: Rounds) -> None:
     for _ in range(STRIKES):
         rounds.next(ODD)
     actions = rounds.next(SOUND)
@@ -110,7 +110,7 @@ def test_nobody_waits_for_a_learner_in_quarantine_or_counts_it(rounds: Rounds) -
     assert members(actions) == ["a", "b", "c"], "mad has not answered"
 
 
-def test_who_behaves_is_released(rounds: Rounds) -> None:
+def test_sound_contributions_end_the_quarantine(rounds: Rounds) -> None:
     for _ in range(STRIKES):
         rounds.next(ODD)
     found = [notes(rounds.next(SOUND)) for _ in range(NUM_LIKENESSES + RELEASE_AFTER - 1)]
@@ -121,7 +121,7 @@ def test_who_behaves_is_released(rounds: Rounds) -> None:
 
 
 @pytest.mark.parametrize("likeness", [-0.4, 0.01], ids=["away from the others", "nowhere"])
-def test_who_does_not_go_where_the_others_go_gets_into_quarantine(rounds: Rounds, likeness: float) -> None:
+def test_contributions_in_another_direction_lead_to_quarantine(rounds: Rounds, likeness: float) -> None:
     for _ in range(NUM_LIKENESSES + STRIKES - 2):
         rounds.next(Verdict(None, likeness=likeness, is_telling=True))
     assert not rounds.is_out
@@ -133,21 +133,21 @@ def test_who_does_not_go_where_the_others_go_gets_into_quarantine(rounds: Rounds
     assert rounds.is_out, "it has not changed"
 
 
-def test_directions_are_held_against_nobody_where_data_are_of_different_kinds() -> None:
+def test_directions_are_ignored_with_the_norm_guard() -> None:
     rounds = Rounds(guard="norm")
     for _ in range(2 * NUM_LIKENESSES):
         rounds.next(Verdict(None, likeness=-0.9, is_telling=True))
     assert not rounds.is_out
 
 
-def test_where_nobody_agrees_nobody_is_odd(rounds: Rounds) -> None:
+def test_no_contribution_is_odd_if_no_two_learners_agree(rounds: Rounds) -> None:
     for _ in range(3 * NUM_LIKENESSES):
         verdict = Verdict(None, likeness=0.01, is_telling=True)
         for session in ("a", "b", "mad"):
             assert rounds.state.rounds.conduct.hear(rounds.state.roster[session], verdict) is None
 
 
-def test_who_is_in_quarantine_and_alone_is_told_rather_than_left_waiting(rounds: Rounds) -> None:
+def test_a_learner_alone_in_quarantine_gets_a_refusal_instead_of_waiting(rounds: Rounds) -> None:
     for _ in range(STRIKES):
         rounds.next(ODD)
     rounds.tick(rounds.config.lease_s + 1)  # the others fall silent
@@ -161,7 +161,7 @@ def test_who_is_in_quarantine_and_alone_is_told_rather_than_left_waiting(rounds:
     assert rounds.version() == version
 
 
-def test_quarantine_outlives_the_syncer_and_the_process(rounds: Rounds) -> None:
+def test_quarantine_survives_restarts_of_syncer_and_learner(rounds: Rounds) -> None:
     for _ in range(STRIKES):
         rounds.next(ODD)
     again = rounds.restarted()
@@ -171,7 +171,7 @@ def test_quarantine_outlives_the_syncer_and_the_process(rounds: Rounds) -> None:
     assert again.state.roster.is_quarantined("mad2")
 
 
-def test_a_payload_that_misses_its_round_is_waited_for_once() -> None:
+def test_a_round_waits_once_for_a_payload_that_missed_its_round() -> None:
     syncer = Syncer("a", "b")
     syncer.intent("a")
     syncer.contribute("a", ready())
@@ -188,7 +188,7 @@ def test_a_payload_that_misses_its_round_is_waited_for_once() -> None:
     assert members(syncer.contribute("a", ready(seq=3, start=200, stop=300, base=2))) == ["a", "b"]
 
 
-def test_most_learners_stay_out_of_quarantine(rounds: Rounds) -> None:
+def test_more_than_half_of_the_learners_stay_out_of_quarantine(rounds: Rounds) -> None:
     conduct, roster = rounds.state.rounds.conduct, rounds.state.roster
     for session in ("a", "b", "c", "mad"):
         found = [conduct.hear(roster[session], ODD) for _ in range(STRIKES)]
@@ -198,13 +198,13 @@ def test_most_learners_stay_out_of_quarantine(rounds: Rounds) -> None:
     assert set(roster.quarantined) == {"a"}, "of four, two would be half of them"
 
 
-def test_whoever_left_is_not_asked(rounds: Rounds) -> None:
+def test_learners_that_have_left_are_not_compared(rounds: Rounds) -> None:
     conduct, roster = rounds.state.rounds.conduct, rounds.state.roster
     for _ in range(NUM_LIKENESSES):
         conduct.hear(roster["c"], Verdict(None, likeness=0.5, is_telling=True))
         conduct.hear(roster["mad"], Verdict(None, likeness=0.5, is_telling=True))
     roster["c"].state = roster["mad"].state = "left"
     for _ in range(NUM_LIKENESSES + STRIKES):
-        # The anchor is as good for both as it can be: each pulls its own way.
+        # The anchor is optimal for both together, so each pulls in its own direction.
         assert conduct.hear(roster["b"], Verdict(None, likeness=-0.5, is_telling=True)) is None
         assert conduct.hear(roster["a"], Verdict(None, likeness=-0.5, is_telling=True)) is None

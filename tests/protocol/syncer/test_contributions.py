@@ -1,4 +1,4 @@
-"""Contributions at the syncer: what is accepted, the one fate of each, what is too old, and who is fenced off."""
+"""Contributions at the syncer: acceptance, the single fate of each, age, and fencing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def syncer() -> Syncer:
 # ------------------------------------------------------------------------------------------------------ contributions
 
 
-def test_what_is_committed_is_named_and_merged_once(syncer: Syncer) -> None:
+def test_a_committed_contribution_is_named_and_merged_once(syncer: Syncer) -> None:
     actions = syncer.full_round(0, a=ready(), b=ready(stop=80))
 
     (commit,) = said(actions, "a", msg.Commit)
@@ -50,7 +50,7 @@ def test_an_impossible_description_is_refused(syncer: Syncer, change: dict[str, 
     assert reason in (fate.reason or "")
 
 
-def test_a_refusal_is_recorded_before_it_is_told_and_told_again(syncer: Syncer) -> None:
+def test_a_refusal_is_recorded_before_it_is_sent_and_is_repeated(syncer: Syncer) -> None:
     actions = syncer.payload("a", ready(), error="scales are not finite")
     kinds = [type(action) for action in actions]
     assert kinds.index(do.Record) < kinds.index(do.Send)
@@ -66,7 +66,7 @@ def test_a_second_contribution_while_one_is_undecided_is_refused(syncer: Syncer)
     assert "seq 1 is undecided" in (fate.reason or "")
 
 
-def test_an_unknown_contribution_is_asked_for(syncer: Syncer) -> None:
+def test_an_unknown_contribution_is_requested(syncer: Syncer) -> None:
     assert said(syncer.tell("a", msg.AskFate(0, 1)), "a") == [msg.FateIs(0, 1, "unknown")]
     syncer.tell("a", ready())
     assert said(syncer.tell("a", msg.AskFate(0, 1)), "a") == [msg.FateIs(0, 1, "unknown")]
@@ -76,7 +76,7 @@ def test_an_unknown_contribution_is_asked_for(syncer: Syncer) -> None:
 
 
 def age(syncer: Syncer, versions: int) -> None:
-    """Commit so many versions with a's contributions only."""
+    """Commit this number of versions with a's contributions only."""
     for _ in range(versions):
         seq = syncer.version() + 1
         syncer.intent("a")
@@ -89,7 +89,7 @@ def age(syncer: Syncer, versions: int) -> None:
         syncer.commit()
 
 
-def test_what_is_too_old_is_superseded_and_told(syncer: Syncer) -> None:
+def test_a_contribution_that_is_too_old_is_superseded_and_its_learner_is_informed(syncer: Syncer) -> None:
     syncer.tell("b", ready())
     age(syncer, 4)
     assert "b" in syncer.state.rounds.fragments[0].held
@@ -100,7 +100,7 @@ def test_what_is_too_old_is_superseded_and_told(syncer: Syncer) -> None:
     assert (fate.fate, fate.seq) == ("superseded", 1)
 
 
-def test_who_was_superseded_twice_is_waited_for_once() -> None:
+def test_a_round_waits_once_for_a_learner_that_was_superseded_twice() -> None:
     syncer = Syncer("a", "b", grace=0.0)
     syncer.state.roster["b"].num_superseded[0] = 2
     syncer.intent("a")
@@ -116,7 +116,7 @@ def test_who_was_superseded_twice_is_waited_for_once() -> None:
     assert members(syncer.tick(1.1)) == ["a"]
 
 
-def test_the_payload_of_who_was_superseded_twice_is_awaited() -> None:
+def test_a_round_waits_for_the_payload_of_a_learner_that_was_superseded_twice() -> None:
     syncer = Syncer("a", "b", grace=0.0)
     syncer.state.roster["b"].num_superseded[0] = 2
     syncer.intent("a")
@@ -141,7 +141,7 @@ def test_a_merge_ends_the_count_of_superseded_contributions(syncer: Syncer) -> N
 # ------------------------------------------------------------------------------------------------------------- fences
 
 
-def test_a_contributor_fenced_off_during_the_merge_is_merged_without(syncer: Syncer) -> None:
+def test_a_merge_leaves_out_a_contributor_that_is_fenced_off_meanwhile(syncer: Syncer) -> None:
     syncer.intent("a")
     syncer.contribute("a", ready())
     syncer.contribute("b", ready())
@@ -166,7 +166,7 @@ def test_a_fence_waits_for_a_commit_that_names_the_old_process(syncer: Syncer) -
     assert (account.num_merged, account.is_closed) == (100, True)
 
 
-def test_nothing_of_a_fenced_process_counts(syncer: Syncer) -> None:
+def test_messages_and_payloads_of_a_fenced_process_are_ignored(syncer: Syncer) -> None:
     replace(syncer, "b")
 
     for actions in (syncer.tell("b", ready()), syncer.payload("b", ready()), syncer.intent("b")):
@@ -177,7 +177,7 @@ def test_nothing_of_a_fenced_process_counts(syncer: Syncer) -> None:
 
 
 def replace(syncer: Syncer, learner: str) -> list[do.SyncerAction]:
-    """A new process of this learner, after the old one fell silent."""
+    """Start a new process of this learner after the old one fell silent."""
     new = f"{learner}2"
     syncer.hello(new, learner)
     syncer.now_s += 3.5
@@ -186,7 +186,7 @@ def replace(syncer: Syncer, learner: str) -> list[do.SyncerAction]:
 
 
 @pytest.mark.parametrize("how", ["ready", "payload", "damaged"])
-def test_what_is_said_of_a_contribution_that_is_being_written_changes_nothing(syncer: Syncer, how: str) -> None:
+def test_messages_about_a_contribution_that_is_being_written_change_nothing(syncer: Syncer, how: str) -> None:
     syncer.intent("a")
     syncer.contribute("a", ready())
     syncer.tell("b", msg.Decline(0, 1))

@@ -1,4 +1,4 @@
-"""However many processes ask to take part, what is remembered of them is bounded, and who really comes gets in."""
+"""Memory for joining processes is bounded, and real learners can join during a flood."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def joining(syncer: Syncer) -> list[str]:
 
 
 @pytest.mark.parametrize("taking_part", [(), ("a", "b")], ids=["before the seed", "after it"])
-def test_a_flood_of_hellos_is_remembered_up_to_a_bound(taking_part: tuple[str, ...]) -> None:
+def test_a_flood_of_hellos_takes_bounded_memory(taking_part: tuple[str, ...]) -> None:
     syncer = Syncer(*taking_part)
     for number in range(100):
         syncer.hello(f"flood-{number}")
@@ -31,12 +31,12 @@ def test_a_flood_of_hellos_is_remembered_up_to_a_bound(taking_part: tuple[str, .
     assert len(syncer.state.roster.members) == FEW + len(taking_part)
 
 
-def test_who_asks_again_gets_the_place_of_the_one_that_fell_silent_first() -> None:
+def test_a_repeated_hello_gets_the_place_of_the_process_that_was_silent_for_longest() -> None:
     syncer = Syncer("a")
     for number in range(FEW):
         syncer.hello(f"flood-{number}")
         syncer.now_s += 1.0
-    assert syncer.hello("honest") == []  # nobody has been silent for a lease
+    assert syncer.hello("honest") == []  # no process has been silent for a lease
 
     syncer.now_s += syncer.config.lease_s - FEW + 1.0
     assert said(syncer.hello("honest"), "honest", msg.Welcome)
@@ -61,7 +61,7 @@ def test_a_seeder_that_is_forgotten_loses_its_lease() -> None:
     assert of_kind(syncer.log, records.Seeding) == [records.Seeding(2)]
 
 
-def test_a_flood_under_a_name_in_use_is_not_remembered() -> None:
+def test_a_flood_under_a_name_in_use_takes_bounded_memory() -> None:
     syncer = Syncer("a")
     for number in range(100):
         syncer.hello(f"flood-{number}", "a")

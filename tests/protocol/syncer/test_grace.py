@@ -11,7 +11,7 @@ def test_the_window_is_a_share_of_the_slack() -> None:
     assert window_s == pytest.approx(0.5 * (2 * 1.0 - 0.9 - 0.3))
 
 
-def test_no_slack_means_no_window() -> None:
+def test_without_slack_there_is_no_window() -> None:
     assert grace_window_s(overlap=1, step_s=1.0, quorum_s=2.0, sync_s=0.5) == 0.0
 
 

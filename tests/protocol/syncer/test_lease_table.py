@@ -1,4 +1,4 @@
-"""The lease table alone: which ranges come next, and what a restart must not change."""
+"""The lease table alone: the order of ranges, and its state after a restart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_range_is_leased_once_and_then_the_next_epoch_begins() -> None:
     assert lease(table(num_ranges=3, num_sources=1), "a", 5) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0), (1, 0, 1)]
 
 
-def test_a_source_of_unknown_length_is_leased_ahead_only_so_far() -> None:
+def test_leases_ahead_in_a_source_of_unknown_length_are_limited() -> None:
     made = table(num_sources=2)
     assert len(lease(made, "a", 5 * MAX_UNPROVEN)) == 2 * MAX_UNPROVEN
     made.apply(records.SourceEnded(0, 3))
@@ -46,7 +46,7 @@ def test_a_source_of_unknown_length_is_leased_ahead_only_so_far() -> None:
     assert lease(made, "b", 1) == [(1, 0, 0)]
 
 
-def test_learners_read_sources_of_their_own_while_there_are_any() -> None:
+def test_learners_read_different_sources_while_there_are_enough() -> None:
     made = table()
     assert {source for _, source, _ in lease(made, "a", 2)} == {0}
     assert {source for _, source, _ in lease(made, "b", 2)} == {1}
@@ -65,7 +65,7 @@ def test_learners_read_sources_of_their_own_while_there_are_any() -> None:
         ([], ((0, 60),), 0, False, False),
     ],
 )
-def test_a_range_is_done_when_all_of_it_is_merged_and_stuck_when_it_never_can_be(
+def test_a_range_is_done_when_it_is_merged_and_stuck_when_it_can_never_be(
     *, merged: list[tuple[int, int]], pending: tuple[tuple[int, int], ...], prefix: int, is_done: bool, is_stuck: bool
 ) -> None:
     whole = Holding(Lease(1, 0, 0, 0), "a", Span(1, 4, 20, 60, is_whole=True))
@@ -78,7 +78,7 @@ def test_a_range_is_done_when_all_of_it_is_merged_and_stuck_when_it_never_can_be
     assert is_done == (not pending), "what a landing rule dropped is not waited for"
 
 
-def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
+def test_reports_without_a_record_do_not_change_durable_state() -> None:
     made, again = table(), table()
     for one in (made, again):
         lease(one, "a", 1)
@@ -92,7 +92,7 @@ def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
 
 @pytest.mark.parametrize("heard", [[], [Span(1, 2, 20, 40)], [Span(1, 4, 20, 60)]])
 def test_a_replay_counts_repeated_tokens_of_a_commit_that_was_installed_late(heard: list[Span]) -> None:
-    """The commit is written first, and installed when a standby has it; meanwhile the range goes to another learner."""
+    """A commit is installed when a standby has it. Meanwhile its range may be leased to another learner."""
     books = account([], ())
     live, replayed = (LeaseTable(lambda session: books) for _ in range(2))
     for one in (live, replayed):
@@ -111,7 +111,7 @@ def test_a_replay_counts_repeated_tokens_of_a_commit_that_was_installed_late(hea
 
 
 def calls_of(do: Callable[[], object]) -> int:
-    """How many Python functions are called."""
+    """Return the number of Python function calls."""
     found = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -127,7 +127,7 @@ def calls_of(do: Callable[[], object]) -> int:
 
 
 def cost(num_learners: int, num_fragments: int = 8, num_leases: int = 32) -> tuple[int, int]:
-    """Calls for a heartbeat, and for a question, of one of so many learners who hold so many leases each."""
+    """Return the calls for a heartbeat and for a request, for this number of learners and of leases per learner."""
     names = [f"l{k}" for k in range(num_learners)]
     syncer = Syncer(*names, num_fragments=num_fragments, sync_every=num_fragments)
     spans = {}
@@ -137,22 +137,22 @@ def cost(num_learners: int, num_fragments: int = 8, num_leases: int = 32) -> tup
         spans[name] = [Span(it.number, 1, k, k + 1, is_whole=True) for k, it in enumerate(told.leases)]
     begun = spans[names[0]]
     syncer.ask_ranges(names[0], *begun, num_ranges=10**6)
-    syncer.beat(names[0])  # others are asked once whether its counter can be right
+    syncer.beat(names[0])  # its counter is compared once with those of the others
     heartbeat = calls_of(lambda: syncer.beat(names[0]))
     return heartbeat, calls_of(lambda: syncer.ask_ranges(names[0], *begun, num_ranges=10**6))
 
 
-def test_what_one_learner_says_costs_the_same_however_many_others_hold_leases() -> None:
+def test_the_cost_of_a_message_does_not_depend_on_the_number_of_other_learners() -> None:
     few, many = cost(2), cost(64)
     assert all(of_many < 1.5 * of_few + 70 for of_few, of_many in zip(few, many, strict=True)), (few, many)
 
 
-def test_a_question_costs_the_sum_of_fragments_and_leases_and_not_their_product() -> None:
+def test_the_cost_of_a_request_is_the_sum_of_fragments_and_leases_and_not_their_product() -> None:
     small, large = cost(2, num_fragments=8, num_leases=16)[1], cost(2, num_fragments=64, num_leases=128)[1]
     assert large < 1.5 * 8 * small, (small, large)
 
 
-def test_numbers_go_on_far_above_those_that_a_restart_may_have_lost() -> None:
+def test_lease_numbers_after_a_restart_are_far_above_lost_ones() -> None:
     syncer = Syncer("a")
     syncer.ask_ranges("a", wanted=2)
     used = {h.lease.number for h in syncer.state.leases.held}

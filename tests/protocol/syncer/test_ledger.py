@@ -20,7 +20,7 @@ def account(ledger: Ledger) -> Account:
     return ledger.account("a", 1)
 
 
-def test_what_was_seen_and_not_merged_is_pending(ledger: Ledger, account: Account) -> None:
+def test_seen_tokens_that_are_not_merged_are_pending(ledger: Ledger, account: Account) -> None:
     account.declare(progress(100, pending=((0, 100),)))
     account.merge(0, 1, 0, 60)
 
@@ -36,26 +36,26 @@ def test_a_range_merged_twice_raises(account: Account) -> None:
         account.merge(0, 2, 59, 80)
 
 
-def test_books_that_leave_out_tokens_are_noticed(account: Account) -> None:
+def test_reports_that_leave_out_tokens_are_detected(account: Account) -> None:
     assert account.declare(progress(100, pending=((0, 100),)))
     assert not account.declare(progress(120, pending=((0, 100),)))
 
 
-def test_books_that_forget_a_landed_merge_are_noticed(account: Account) -> None:
+def test_reports_that_forget_a_landed_merge_are_detected(account: Account) -> None:
     account.merge(0, 1, 0, 60)
 
     assert account.declare(progress(100, landed=1, pending=((60, 100),)))
     assert not account.declare(progress(110, landed=1, pending=((0, 110),)))
 
 
-def test_books_may_lag_behind_a_commit_that_has_not_landed(account: Account) -> None:
+def test_reports_may_lag_behind_a_commit_that_has_not_landed(account: Account) -> None:
     account.merge(0, 1, 0, 60)
 
     assert account.declare(progress(100, landed=0, pending=((0, 100),)))
     assert account.num_pending == 40
 
 
-def test_older_books_that_arrive_late_are_passed_over(account: Account) -> None:
+def test_older_reports_that_arrive_late_are_ignored(account: Account) -> None:
     account.declare(progress(100, landed=1, pending=((0, 40),), overwritten=60))
 
     assert account.declare(progress(100, landed=1, pending=((0, 100),)))
@@ -79,7 +79,7 @@ def test_absent_tokens_are_a_part_of_the_pending_ones(ledger: Ledger, account: A
     assert (ledger.totals().pending, ledger.totals().absent) == (100, 100)
 
 
-def test_no_term_follows_from_the_others(ledger: Ledger, account: Account) -> None:
+def test_no_term_is_computed_from_the_others(ledger: Ledger, account: Account) -> None:
     account.declare(progress(100, pending=((0, 100),)))
     account.booked["refused"] = 7
 
@@ -94,8 +94,8 @@ def test_a_saved_ledger_is_the_same_ledger(ledger: Ledger, account: Account) -> 
     assert Ledger(1, ledger.saved()).accounts == ledger.accounts
 
 
-def test_ranges_that_never_touch_do_not_pile_up_once_their_learner_has_done_with_them() -> None:
-    """As under overwrite: every landing drops the tokens between two contributions."""
+def test_ranges_that_never_touch_are_settled_and_do_not_accumulate() -> None:
+    """With overwrite, every landing drops the tokens between two contributions."""
     ledger = Ledger(2)
     account = ledger.account("a", 1)
     for version in range(1, 5 * MAX_RANGES):
@@ -117,7 +117,7 @@ def test_ranges_that_never_touch_do_not_pile_up_once_their_learner_has_done_with
     assert restored.totals() == ledger.totals()
 
 
-def test_what_has_not_landed_or_is_pending_is_not_settled() -> None:
+def test_ranges_that_have_not_landed_or_are_pending_are_not_settled() -> None:
     account = Ledger(1).account("a", 1)
     for version in range(1, 2 * MAX_RANGES):
         account.merge(0, version, 10 * version, 10 * version + 7)

@@ -1,4 +1,4 @@
-"""What outlives a process: leases, leaves, rolled-back disks, restarts from log and snapshot."""
+"""State beyond the life of a process: leases, leaves, rolled-back disks, and restarts from log and snapshot."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_lapse_makes_tokens_absent_and_not_discarded(syncer: Syncer) -> None:
     assert (syncer.state.num_lapses, syncer.state.roster["b"].is_live) == (1, False)
 
 
-def test_a_lapsed_learner_is_not_waited_for(syncer: Syncer) -> None:
+def test_rounds_do_not_wait_for_a_lapsed_learner(syncer: Syncer) -> None:
     lapse(syncer, "b")
     syncer.intent("a")
 
     assert members(syncer.contribute("a", ready())) == ["a"]
 
 
-def test_a_return_continues_where_the_lapse_was(syncer: Syncer) -> None:
+def test_a_learner_that_returns_continues_its_account(syncer: Syncer) -> None:
     lapse(syncer, "b")
     actions = syncer.beat("b", tokens=140)
     assert [type(a).__name__ for a in actions[:2]] == ["Record", "Note"]
@@ -67,7 +67,7 @@ def test_a_return_continues_where_the_lapse_was(syncer: Syncer) -> None:
     assert members(syncer.contribute("b", ready(stop=140))) == ["a", "b"]
 
 
-def test_only_the_end_of_the_run_discards_what_a_lapsed_learner_had(syncer: Syncer) -> None:
+def test_only_the_end_of_the_run_discards_tokens_of_a_lapsed_learner(syncer: Syncer) -> None:
     lapse(syncer, "b")
     leave(syncer, "a", pending=((), ()), discarded={"overwritten": 200})
     assert syncer.state.is_finished
@@ -77,7 +77,7 @@ def test_only_the_end_of_the_run_discards_what_a_lapsed_learner_had(syncer: Sync
     assert (dict(totals.discarded), totals.pending, totals.is_exact) == ({"overwritten": 200, "lapsed": 200}, 0, True)
 
 
-def test_a_leave_books_what_is_not_merged_as_undrained_and_is_acknowledged_each_time(syncer: Syncer) -> None:
+def test_a_leave_books_unmerged_tokens_as_undrained_and_is_acknowledged_each_time(syncer: Syncer) -> None:
     syncer.payload("a", ready())
     actions = leave(syncer, "a")
     assert of_kind(actions, do.DropPayload) == [do.DropPayload("a", 0, 1)]
@@ -100,30 +100,30 @@ def test_a_leave_waits_for_a_commit_that_names_the_leaver(syncer: Syncer) -> Non
     assert syncer.state.ledger.totals().discarded == {"undrained": 100}
 
 
-def test_the_last_leaver_is_told_so(syncer: Syncer) -> None:
+def test_the_last_learner_to_leave_is_informed(syncer: Syncer) -> None:
     leave(syncer, "a")
 
     assert said(leave(syncer, "b"), "b") == [msg.LeaveNoted(True)]
     assert syncer.state.is_finished
 
 
-def test_nobody_is_last_while_a_newcomer_is_adopting(syncer: Syncer) -> None:
+def test_no_learner_is_the_last_while_a_newcomer_adopts(syncer: Syncer) -> None:
     syncer.hello("c")
     leave(syncer, "a")
     assert said(leave(syncer, "b"), "b") == [msg.LeaveNoted(False)]
 
-    syncer.tick(20.0)  # the newcomer never came
+    syncer.tick(20.0)  # the newcomer never confirmed
     assert syncer.state.is_finished
 
 
-def test_the_verdict_of_the_last_one_is_kept(syncer: Syncer) -> None:
+def test_the_loss_reported_by_the_last_learner_is_kept(syncer: Syncer) -> None:
     leave(syncer, "a")
     syncer.tell("a", msg.Evaluated(1.5))
 
     assert (syncer.state.eval_loss, syncer.state.has_verdict) == (1.5, True)
 
 
-def test_a_verdict_on_an_anchor_that_changed_since_is_none(syncer: Syncer) -> None:
+def test_a_loss_of_an_outdated_anchor_is_dropped(syncer: Syncer) -> None:
     lapse(syncer, "b")
     leave(syncer, "a")
     syncer.tell("a", msg.Evaluated(1.5))
@@ -134,14 +134,14 @@ def test_a_verdict_on_an_anchor_that_changed_since_is_none(syncer: Syncer) -> No
     assert (syncer.state.eval_loss, syncer.state.has_verdict) == (None, False)
 
 
-def test_books_of_a_wrong_length_are_ignored(syncer: Syncer) -> None:
+def test_reports_of_a_wrong_length_are_ignored(syncer: Syncer) -> None:
     (note,) = of_kind(syncer.beat("a", landed=(0,)), do.Note)
     assert note.event == "ignored"
     (note,) = of_kind(leave(syncer, "a", pending=()), do.Note)
     assert note.event == "ignored"
 
 
-def test_books_that_do_not_fit_the_commits_are_noticed(syncer: Syncer) -> None:
+def test_reports_that_contradict_the_commits_are_detected(syncer: Syncer) -> None:
     syncer.beat("a", tokens=300, pending=(((0, 200),),) * 2)
 
     assert syncer.state.num_inexact == 1
@@ -154,7 +154,7 @@ def test_a_fragment_that_does_not_exist_is_ignored(syncer: Syncer, p: int) -> No
     assert of_kind(syncer.payload("a", ready(p)), do.DropPayload) == [do.DropPayload("a", p, 1)]
 
 
-def test_an_unknown_process_is_turned_away(syncer: Syncer) -> None:
+def test_an_unknown_process_is_rejected(syncer: Syncer) -> None:
     (rejected,) = said(syncer.tell("nobody", msg.Intent(0, 1.0)), "nobody")
     assert rejected.error == "join"
 
@@ -187,7 +187,7 @@ def test_a_known_process_is_welcomed_back_without_a_new_generation(syncer: Synce
     ],
     ids=["a version not reached here", "other values of a version", "a generation not reached here"],
 )
-def test_a_learner_that_knows_more_than_the_disk_starts_a_new_generation(
+def test_a_learner_that_proves_lost_versions_starts_a_new_generation(
     syncer: Syncer, marks: tuple[tuple[int, int, str], ...]
 ) -> None:
     syncer.full_round(0, a=ready(), b=ready())
@@ -224,7 +224,7 @@ def test_a_contribution_of_an_older_generation_is_answered_by_a_welcome(syncer: 
     assert syncer.state.roster["b"].state == "active"
 
 
-def test_books_ahead_of_the_disk_are_welcomed_to_what_there_is_and_prove_nothing(syncer: Syncer) -> None:
+def test_a_report_ahead_of_the_disk_gets_a_welcome_and_proves_nothing(syncer: Syncer) -> None:
     for ahead in ({"landed": (7, 0)}, {"generation": 2**30}):
         assert said(syncer.beat("a", **ahead), "a", msg.Welcome)
 
@@ -232,7 +232,7 @@ def test_books_ahead_of_the_disk_are_welcomed_to_what_there_is_and_prove_nothing
     assert syncer.state.num_inexact == 0
 
 
-def test_a_generation_is_moved_by_nobody_without_a_proof(syncer: Syncer) -> None:
+def test_no_generation_begins_without_a_proof(syncer: Syncer) -> None:
     syncer.full_round(0, a=ready(), b=ready())
     for marks in (((0, 9, "x"), (0, 0, "start")), ((2**30, 0, "x"),) * 2, ((0, 1, "other"), (0, 0, "start"))):
         (rejected,) = said(hello_again(syncer, "a", *marks, is_proved=False), "a")
@@ -246,7 +246,7 @@ def test_a_generation_is_moved_by_nobody_without_a_proof(syncer: Syncer) -> None
     assert syncer.state.roster["new"].state == "joining"
 
 
-def test_a_proof_moves_the_generation_once(syncer: Syncer) -> None:
+def test_a_proof_begins_a_generation_once(syncer: Syncer) -> None:
     for connection in range(2, 8):
         known = (syncer.proved(0, 0, 5, "x"), syncer.proved(1, 0, 0, "start"))
         syncer.hello("a", connection=connection, known=known)
@@ -254,7 +254,7 @@ def test_a_proof_moves_the_generation_once(syncer: Syncer) -> None:
     assert syncer.state.rounds.generation == 1
 
 
-def test_a_process_that_trained_is_turned_away_by_a_syncer_that_lost_the_run() -> None:
+def test_a_process_that_trained_is_rejected_by_a_syncer_that_lost_the_run() -> None:
     syncer = Syncer("a")
     syncer.log = [r for r in syncer.log if isinstance(r, records.Granted)]
 
@@ -262,7 +262,7 @@ def test_a_process_that_trained_is_turned_away_by_a_syncer_that_lost_the_run() -
     assert "Restore the run directory" in rejected.text
 
 
-def test_a_learner_whose_activation_was_lost_is_taken_back() -> None:
+def test_a_learner_whose_activation_was_lost_is_activated_again() -> None:
     syncer = Syncer("a")
     syncer.log = [r for r in syncer.log if not isinstance(r, records.Activated)]
     restarted = syncer.restarted()
@@ -276,7 +276,7 @@ def test_a_learner_whose_activation_was_lost_is_taken_back() -> None:
 
 
 def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
-    """A syncer that has seen every kind of record."""
+    """Return a syncer that has written every kind of record."""
     syncer = Syncer("a", "b", "c", "d")
     with monkeypatch.context() as crowded:
         crowded.setattr(joins, "MAX_JOINING", 1)
@@ -298,13 +298,13 @@ def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
     syncer.ask_ranges("a", Span(1, 0, 100, 100, is_whole=True, is_last=True), unread=(2,))
     syncer.beat("a", landed=(1, 0), pending=((), ((0, 100),)), stop="enough")
     for record in (records.Quarantined("b", "odd"), records.Quarantined("a", "odd"), records.Released("a")):
-        syncer.state.apply(record)  # how it comes to these is in test_conduct.py
+        syncer.state.apply(record)  # test_conduct.py tests the causes of these
         syncer.log.append(record)
     hello_again(syncer, "a", (0, 9, "x"), (0, 0, "start"))
     return syncer
 
 
-def test_every_kind_of_record_is_written_somewhere_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_record_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {type(record) for record in eventful(monkeypatch).log}
 
     assert kinds == set(messages.typing.get_args(records.LogRecord))
@@ -354,7 +354,7 @@ def test_a_confirmed_learner_confirms_again_after_a_restart() -> None:
     assert said(restarted.tell("a", confirm()), "a", msg.Active)
 
 
-def test_after_a_restart_everyone_has_a_lease_to_report_back(syncer: Syncer) -> None:
+def test_after_a_restart_all_learners_have_a_new_lease(syncer: Syncer) -> None:
     restarted = syncer.restarted()
     restarted.tick(14.0)
     assert restarted.state.num_lapses == 0

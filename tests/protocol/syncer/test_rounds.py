@@ -1,4 +1,4 @@
-"""Rounds at the syncer: when they open, who is waited for, when they close, what is merged."""
+"""Rounds at the syncer: when they open, which learners they wait for, when they close, and what they merge."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def syncer() -> Syncer:
 # ----------------------------------------------------------------------------------------------------------- opening
 
 
-def test_the_first_intent_opens_a_round_and_everybody_hears_of_it_at_once(syncer: Syncer) -> None:
+def test_the_first_intent_opens_a_round_which_is_announced_to_all_at_once(syncer: Syncer) -> None:
     actions = syncer.intent("a")
 
     assert said(actions, "a") == said(actions, "b") == [msg.Announce(0, 1)]
     assert syncer.round().electorate == {"a", "b"}
 
 
-def test_a_second_intent_opens_no_second_round(syncer: Syncer) -> None:
+def test_a_second_intent_does_not_open_a_second_round(syncer: Syncer) -> None:
     syncer.intent("a")
     actions = syncer.intent("b")
 
@@ -42,20 +42,20 @@ def test_fragments_have_rounds_of_their_own(syncer: Syncer) -> None:
     assert said(syncer.intent("a", 1), "b") == [msg.Announce(1, 2)]
 
 
-def test_who_does_not_step_is_told_but_not_waited_for(syncer: Syncer) -> None:
+def test_learners_that_do_not_step_get_the_announcement_but_rounds_do_not_wait_for_them(syncer: Syncer) -> None:
     syncer.beat("b", phase="evaluating")
     assert said(syncer.intent("a"), "b") == [msg.Announce(0, 1)]
     assert syncer.round().electorate == {"a"}
 
 
-def test_a_learner_without_a_step_is_not_waited_for(syncer: Syncer) -> None:
+def test_rounds_do_not_wait_for_a_learner_without_a_step(syncer: Syncer) -> None:
     syncer.join("c")
     syncer.intent("a")
 
     assert syncer.round().electorate == {"a", "b"}
 
 
-def test_a_draining_learner_is_waited_for_though_it_does_not_step(syncer: Syncer) -> None:
+def test_rounds_wait_for_a_draining_learner_although_it_does_not_step(syncer: Syncer) -> None:
     syncer.beat("b", phase="draining")
     syncer.now_s += 12.0
     syncer.intent("a")
@@ -64,8 +64,10 @@ def test_a_draining_learner_is_waited_for_though_it_does_not_step(syncer: Syncer
 
 
 @pytest.mark.parametrize(("patience_s", "opens"), [(20.0, False), (0.0, True)])
-def test_a_drainer_waits_for_who_evaluates_as_long_as_it_can(syncer: Syncer, patience_s: float, opens: bool) -> None:
-    """Alone, each would move the anchor by all of its work, together by the mean."""
+def test_a_draining_learner_waits_for_evaluating_learners_up_to_its_patience(
+    syncer: Syncer, patience_s: float, opens: bool
+) -> None:
+    """In separate rounds, each learner would move the anchor by all of its work; together they move it by the mean."""
     syncer.beat("a", phase="draining")
     syncer.beat("b", phase="evaluating")
     syncer.tell("a", msg.Intent(0, 1.0, patience_s))
@@ -73,8 +75,8 @@ def test_a_drainer_waits_for_who_evaluates_as_long_as_it_can(syncer: Syncer, pat
     assert (syncer.round() is not None) == opens
 
 
-def test_nobody_waits_for_the_patience_of_a_learner_that_does_not_drain(syncer: Syncer) -> None:
-    """A learner that asks for it at every step, and never answers, had stalled every round that it opened."""
+def test_patience_of_a_learner_that_does_not_drain_is_ignored(syncer: Syncer) -> None:
+    """A learner that asked for patience at every step, and never answered, stalled every round that it opened."""
     syncer.tell("a", msg.Intent(0, 1.0, 60.0))
     syncer.tell("b", ready(stop=10))
     syncer.tick(3.0)
@@ -82,7 +84,7 @@ def test_nobody_waits_for_the_patience_of_a_learner_that_does_not_drain(syncer: 
     assert syncer.round().stage != "collecting"
 
 
-def test_the_round_of_a_drainer_opens_once_nobody_evaluates_without_being_asked_for_again(syncer: Syncer) -> None:
+def test_the_round_of_a_draining_learner_opens_when_no_learner_evaluates_without_another_intent(syncer: Syncer) -> None:
     syncer.beat("a", tokens=120, phase="draining")
     syncer.beat("b", phase="evaluating")
     syncer.tell("a", msg.Intent(0, 1.0, 20.0))
@@ -91,7 +93,7 @@ def test_the_round_of_a_drainer_opens_once_nobody_evaluates_without_being_asked_
     assert said(syncer.tick(), "a", msg.Announce)
 
 
-def test_what_a_drainer_asked_for_before_it_left_opens_nothing(syncer: Syncer) -> None:
+def test_an_intent_of_a_learner_that_has_left_opens_no_round(syncer: Syncer) -> None:
     syncer.beat("a", tokens=120, phase="draining")
     syncer.beat("b", phase="evaluating")
     syncer.tell("a", msg.Intent(0, 1.0, 20.0))
@@ -100,7 +102,7 @@ def test_what_a_drainer_asked_for_before_it_left_opens_nothing(syncer: Syncer) -
     assert syncer.round() is None
 
 
-def test_who_ends_together_is_merged_together_after_evaluating(syncer: Syncer) -> None:
+def test_learners_that_end_together_are_merged_together_after_evaluating(syncer: Syncer) -> None:
     syncer.beat("a", phase="draining")
     syncer.beat("b", phase="evaluating")
     syncer.tell("a", msg.Intent(0, 1.0, 20.0))
@@ -113,7 +115,7 @@ def test_who_ends_together_is_merged_together_after_evaluating(syncer: Syncer) -
     assert {merge.session for merge in syncer.log[-1].merges} == {"a", "b"}
 
 
-def test_the_round_of_a_drainer_waits_for_everybody_as_long_as_it_can(syncer: Syncer) -> None:
+def test_the_round_of_a_draining_learner_waits_for_all_up_to_its_patience(syncer: Syncer) -> None:
     syncer.beat("a", phase="draining")
     syncer.tell("a", msg.Intent(0, 1.0, 5.0))
     syncer.contribute("a", ready())
@@ -125,14 +127,14 @@ def test_the_round_of_a_drainer_waits_for_everybody_as_long_as_it_can(syncer: Sy
     assert syncer.round().stage == "merging"
 
 
-def test_nobody_has_a_round_wait_for_ever(syncer: Syncer) -> None:
+def test_patience_is_limited(syncer: Syncer) -> None:
     syncer.beat("a", tokens=120, phase="draining")
     syncer.tell("a", msg.Intent(0, 1.0, 1e300))
 
     assert syncer.round().until_s == pytest.approx(syncer.now_s + MAX_PATIENCE_S)
 
 
-def test_a_drainer_does_not_wait_for_who_evaluates_and_is_gone(syncer: Syncer) -> None:
+def test_a_draining_learner_does_not_wait_for_an_evaluating_learner_that_lapsed(syncer: Syncer) -> None:
     syncer.beat("b", phase="evaluating")
     syncer.now_s += 60.0
     syncer.beat("a", phase="draining")
@@ -143,8 +145,8 @@ def test_a_drainer_does_not_wait_for_who_evaluates_and_is_gone(syncer: Syncer) -
 
 
 @pytest.mark.parametrize(("tokens", "opens"), [(100, False), (120, True)])
-def test_a_drainer_opens_a_round_only_for_tokens_that_are_not_merged(syncer: Syncer, tokens: int, opens: bool) -> None:
-    """It asks at every boundary, and again before it has heard of the commit."""
+def test_a_draining_learner_opens_a_round_only_for_unmerged_tokens(syncer: Syncer, tokens: int, opens: bool) -> None:
+    """It asks at every boundary, and again before it has received the commit."""
     syncer.full_round(0, a=ready())
     syncer.beat("a", tokens=tokens, phase="draining")
 
@@ -190,8 +192,8 @@ def test_a_decline_of_an_older_round_is_not(syncer: Syncer) -> None:
 
 
 @pytest.mark.parametrize("long_step_s", [0.0, 1.0, 2.0])  # 0: not known
-def test_a_met_quorum_waits_a_long_step_and_the_grace_for_the_rest(long_step_s: float) -> None:
-    """Where steps are unequal, many a learner is further from its next boundary than a usual step."""
+def test_a_round_with_a_quorum_waits_for_a_long_step_and_the_grace_window(long_step_s: float) -> None:
+    """With unequal steps, many learners are further from their next boundary than a usual step."""
     syncer = Syncer("a", "b", grace=2.0)
     syncer.tell("a", msg.Intent(0, 1.0, long_step_s=long_step_s))
     syncer.contribute("a", ready())
@@ -226,7 +228,7 @@ def test_a_quorum_that_was_met_and_lost_again_does_not_close_the_round() -> None
     assert members(syncer.contribute("c", ready())) == ["a", "c"]
 
 
-def test_the_quorum_is_lowered_to_those_who_are_there() -> None:
+def test_the_quorum_is_lowered_to_the_number_of_present_learners() -> None:
     syncer = Syncer("a", quorum=3)
     syncer.intent("a")
 
@@ -237,7 +239,7 @@ def test_the_quorum_is_lowered_to_those_who_are_there() -> None:
 def test_a_stalled_learner_is_dropped_from_the_round(syncer: Syncer) -> None:
     syncer.intent("a")
     syncer.contribute("a", ready())
-    syncer.beat("b")  # alive, and without a further step
+    syncer.beat("b")  # alive, but without a further step
     actions = []
     for _ in range(8):
         syncer.now_s += 1.0
@@ -245,7 +247,7 @@ def test_a_stalled_learner_is_dropped_from_the_round(syncer: Syncer) -> None:
     assert members(actions) == ["a"]
 
 
-def test_a_round_in_which_nobody_has_anything_ends_without_a_version(syncer: Syncer) -> None:
+def test_a_round_without_contributions_ends_without_a_version(syncer: Syncer) -> None:
     syncer.intent("a")
     syncer.tell("a", msg.Decline(0, 1))
     actions = syncer.tell("b", msg.Decline(0, 1))
@@ -291,7 +293,7 @@ def test_a_round_without_a_payload_ends_without_a_version(syncer: Syncer) -> Non
     assert (syncer.round(), syncer.version()) == (None, 0)
 
 
-def test_a_learner_that_dies_in_the_transfer_is_not_awaited(syncer: Syncer) -> None:
+def test_a_round_does_not_wait_for_a_learner_that_dies_during_the_transfer(syncer: Syncer) -> None:
     syncer.intent("a")
     syncer.tell("b", ready())
     syncer.contribute("a", ready())
@@ -307,7 +309,7 @@ def commits(syncer: Syncer) -> list[records.CommitRecord]:
     return [record for record in syncer.log if isinstance(record, records.CommitRecord)]
 
 
-def test_shares_are_of_the_work_of_all_learners_whoever_is_in_the_round() -> None:
+def test_shares_are_of_the_work_of_all_learners_in_or_outside_of_the_round() -> None:
     syncer = Syncer("a", "b", "c")
     syncer.beat("b", tokens=400, step=8)  # twice the tokens per step
     for session in "abc":
@@ -318,10 +320,10 @@ def test_shares_are_of_the_work_of_all_learners_whoever_is_in_the_round() -> Non
     together, alone = ({merge.session: merge.share for merge in commit.merges} for commit in commits(syncer))
     assert together == pytest.approx({"a": 1 / 6, "b": 4 / 6, "c": 1 / 6})
     assert alone == pytest.approx({"a": 1 / 6})
-    assert [commit.work for commit in commits(syncer)] == pytest.approx([1.0, 1 / 6])  # of H = 4 steps each
+    assert [commit.work for commit in commits(syncer)] == pytest.approx([1.0, 1 / 6])  # H = 4 steps each
 
 
-def test_a_learner_that_is_gone_leaves_its_share_to_the_others(syncer: Syncer) -> None:
+def test_the_share_of_a_lost_learner_goes_to_the_others(syncer: Syncer) -> None:
     syncer.full_round(0, a=ready())
     syncer.now_s += 30.0
     syncer.beat("a", step=40)
@@ -339,7 +341,7 @@ def test_a_learner_that_evaluates_keeps_its_share(syncer: Syncer) -> None:
     assert [merge.share for merge in commits(syncer)[0].merges] == [0.5]
 
 
-def test_work_counts_what_the_norm_guard_left(syncer: Syncer) -> None:
+def test_work_counts_only_the_part_that_the_norm_guard_kept(syncer: Syncer) -> None:
     syncer.intent("a")
     for session in "ab":
         syncer.contribute(session, ready())
@@ -354,7 +356,7 @@ def test_work_counts_what_the_norm_guard_left(syncer: Syncer) -> None:
     assert syncer.restarted().state.roster["b"].fates[0] == (1, "merged", 1, None, 0.25)
 
 
-def test_a_disk_that_is_full_suspends_the_round_until_it_takes_the_commit(syncer: Syncer) -> None:
+def test_a_full_disk_suspends_the_round_until_the_commit_is_written(syncer: Syncer) -> None:
     syncer.intent("a")
     syncer.contribute("a", ready())
     syncer.contribute("b", ready())
@@ -368,7 +370,7 @@ def test_a_disk_that_is_full_suspends_the_round_until_it_takes_the_commit(syncer
     assert (syncer.version(), syncer.state.rounds.suspended) == (1, None)
 
 
-def test_a_stage_is_only_left_for_one_the_table_names() -> None:
+def test_a_stage_is_followed_only_by_stages_of_the_table() -> None:
     round_ = Round(1, 0.0, 0.0, 1.0, set(), 1)
     with pytest.raises(AssertionError, match="from collecting to committing"):
         round_.go("committing")

@@ -1,4 +1,4 @@
-"""One learner ends the run for all; and everybody knows how far the fleet is."""
+"""One learner ends the run for all learners; all learners know the tokens of the fleet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_heartbeat_is_answered_with_the_tokens_of_all_others() -> None:
     assert said(syncer.beat("a", tokens=5000), "a", msg.RunIs) == [msg.RunIs(1300)]
 
 
-def test_who_joins_late_is_told_before_its_first_step() -> None:
+def test_a_late_learner_receives_the_tokens_of_the_fleet_before_its_first_step() -> None:
     syncer = Syncer("a", "b")
     syncer.beat("a", tokens=700)
     (active,) = said(syncer.join("late"), "late", msg.Active)
@@ -57,7 +57,7 @@ def test_a_leave_can_stop_the_run_too() -> None:
     assert said(syncer.beat("b"), "b", msg.RunIs)[0].stopped == "enough"
 
 
-def test_a_stop_outlives_the_syncer() -> None:
+def test_a_stop_survives_a_restart_of_the_syncer() -> None:
     syncer = Syncer("a", "b")
     syncer.beat("a", stop="enough")
     replayed, restored = SyncerState(run="r"), SyncerState(run="r")
@@ -68,18 +68,18 @@ def test_a_stop_outlives_the_syncer() -> None:
     assert (replayed.stopped, restored.stopped) == ("enough", "enough")
 
 
-def test_a_learner_counts_its_own_tokens_exactly_and_those_of_others_as_told() -> None:
+def test_a_learner_counts_its_own_tokens_exactly_and_those_of_others_as_received() -> None:
     learner = Learner()
     learner.hear(msg.Active((), msg.RunIs(5000)))
     assert learner.state.fleet_tokens == 5000
     learner.step(2)
     assert learner.state.fleet_tokens == 5000 + learner.state.tokens
     learner.hear(msg.RunIs(8000))
-    learner.hear(msg.RunIs(6000))  # overtaken by the one before
+    learner.hear(msg.RunIs(6000))  # overtaken by the message before it
     assert learner.state.fleet_tokens == 8000 + learner.state.tokens
 
 
-def test_a_learner_says_that_it_stops_the_run_until_it_has_left() -> None:
+def test_a_learner_reports_the_stop_of_the_run_until_it_has_left() -> None:
     learner = Learner()
     learner.step(2)
     (first,) = [a.message for a in learner.handle(on.StopRun("enough")) if isinstance(a, do.Say)]
@@ -91,7 +91,7 @@ def test_a_learner_says_that_it_stops_the_run_until_it_has_left() -> None:
     ]
 
 
-def test_a_learner_hears_that_the_run_is_over() -> None:
+def test_a_learner_receives_the_end_of_the_run() -> None:
     learner = Learner()
     assert learner.state.stopped is None
     learner.hear(msg.RunIs(0, "enough"))
