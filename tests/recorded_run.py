@@ -59,11 +59,11 @@ class Books:
     """One incarnation of one learner.
 
     Attributes:
-        seen: its token counter, as far as it is known.
+        seen: highest known value of its token counter.
         discarded: token x fragment, as it reported them.
         merged: ranges by fragment.
         refused: (fragment, seq) of contributions that will not be merged.
-        settled: by fragment, a token before which it is known how many were merged, and that number.
+        settled: by fragment, a token, and the number of merged tokens before it.
     """
 
     def __init__(self) -> None:

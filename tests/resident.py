@@ -1,4 +1,4 @@
-"""What the kernel says a process holds of memory, in bytes."""
+"""Memory of a process as the kernel reports it, in bytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def resident_now(pid: int) -> int:
-    """Its resident set."""
+    """Return its resident set size."""
     return _read(pid, "VmRSS")
 
 
 def resident_at_most(pid: int) -> int:
-    """The largest that ever was, or since `forget_peak`."""
+    """Return its peak resident set size, since its start or since `forget_peak`."""
     return _read(pid, "VmHWM")
 
 
 def forget_peak(pid: int | None = None) -> None:
-    """From here on `resident_at_most` of a process of this user, by default of this one, counts anew."""
+    """Reset the peak of a process of this user, by default of this process."""
     Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 

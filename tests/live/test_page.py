@@ -67,7 +67,7 @@ def test_a_request_with_a_foreign_host_name_is_refused(server: PageServer) -> No
     assert get(server, "/state.json", Host="localhost:80")[0].status == 200
 
 
-def test_other_paths_and_methods_are_refused(server: PageServer) -> None:
+def test_other_paths_are_not_found(server: PageServer) -> None:
     answer, text = get(server, "/../etc/passwd")
     assert (answer.status, text) == (404, "there are /, /state.json and /metrics\n")
 

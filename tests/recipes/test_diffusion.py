@@ -1,4 +1,4 @@
-"""The recipe that is no language model: it learns, by itself and with the strategy."""
+"""The video recipe, which is no language model: its model learns alone and with the strategy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def video() -> ModuleType:
     return sys.modules[class_of(parse(RECIPE)["model"]).__module__]
 
 
-def test_patches_are_the_clip_cut_up(video: ModuleType) -> None:
+def test_patches_are_pieces_of_the_clip(video: ModuleType) -> None:
     model, clips = video.VideoDiT(), torch.randn(2, video.FRAMES, video.SIZE, video.SIZE)
     patches = model.to_patches(clips)
     assert torch.equal(patches[1, 1], clips[1, 0:2, 0:4, 4:8].flatten())  # the second patch is to the right

@@ -1,4 +1,4 @@
-"""Every recipe that is a configuration is parsed and planned; the large ones are the models their names say."""
+"""Every recipe that is a configuration is parsed and planned; the sizes of large models agree with their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SLOW_LINK = ["--sync-every", "48", "--num-fragments", "48"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_recipe_is_read_once() -> Iterator[None]:
-    """What is planned with other options again and again is one recipe, and building its model takes the time."""
+    """Read each recipe once, because building its model takes most of the time of a plan."""
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(lambda path: blueprint(parse(path)))
         patch.setattr("lightning_diloco.hf.recipe.parse", lambda path: path)
@@ -52,7 +52,9 @@ def plan(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_is_parsed_and_fits_the_machines_it_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_parsed_and_fits_the_machines_in_its_plan_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     figures = plan(capsys, name)
     assert figures["feasible"]
     assert figures["warnings"] == []
@@ -69,24 +71,24 @@ def test_twelve_billion_parameters_fit_eight_learners(
     name: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = plan(capsys, name, "--learners", "8", *options)
-    assert max(load for load in figures["loads"].values() if load is not None) < 1  # the paper's H, P and tau, as asked
+    assert max(load for load in figures["loads"].values() if load is not None) < 1  # the paper's H, P and tau
     assert figures["goodput"] > 0.95
     assert figures["data_parallel_bps"] > 80 * figures["learner_up_bps"]
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_links_of_2_gbit_take_what_the_readme_says(name: str) -> None:
+def test_links_of_2_gbit_suffice_with_the_options_of_the_readme(name: str) -> None:
     assert main(["plan", str(RECIPES / name), "--json", "--link", "2Gbit"]) == 1
     assert f"`{' '.join(SLOW_LINK)}`" in (RECIPES / "gemma" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_recipe_that_nobody_ran_says_so(name: str) -> None:
+def test_a_recipe_without_results_is_marked_unmeasured(name: str) -> None:
     assert (RECIPES / name).read_text().startswith("# Unmeasured.")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_says_who_measured_what_or_that_nobody_did(name: str) -> None:
+def test_a_recipe_has_results_or_is_marked_unmeasured(name: str) -> None:
     text = (RECIPES / name).read_text()
     measured = re.search(r"^# Measured: .+, commit [0-9a-f]{7}, \d{4}-\d\d-\d\d: \S*loss \d", text, re.MULTILINE)
     assert text.startswith("# Unmeasured.") != bool(measured)
@@ -107,7 +109,7 @@ def test_the_readme_of_the_family_has_the_figures_of_the_plan(name: str, capsys:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_weights_and_data_have_one_vocabulary(name: str) -> None:
+def test_weights_and_data_have_the_same_vocabulary(name: str) -> None:
     recipe = yaml.safe_load((RECIPES / name).read_text())
     assert recipe["model"]["init_args"]["config"]["vocab_size"] > 0
     assert recipe["data"]["init_args"]["tokenizer"]
@@ -124,6 +126,6 @@ def test_a_plan_takes_less_than_ten_seconds_of_processor_time() -> None:
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
         return float(done.stderr.split()[-1])
 
-    # Programs beside it slow down its memory, and so lengthen processor time, too: the least of three counts.
+    # Other programs slow down memory accesses and so increase processor time; the least of three measurements counts.
     assert any(took_s() < 10 for _ in range(3))
-    assert time.monotonic() - before < 120  # of a machine that does other things, too
+    assert time.monotonic() - before < 120  # on a machine with other load

@@ -1,6 +1,6 @@
-"""What `diloco plan` predicts of links, against a real learner behind a capped link, within 15 %.
+"""The forecast of `diloco plan` for links agrees with a real learner behind a capped link within 15 %.
 
-A proxy lets through exactly its rate, as a network never does: it is the usable part of a link (LINK_SHARE of it).
+Unlike a network, a proxy lets through exactly its rate, so the rate is the usable part of a link (LINK_SHARE of it).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Ran:
-    """What was seen of the run.
+    """Measurements of the run.
 
     Args:
         step_s: mean time of an inner step.
-        up_bps: at the socket, between two commits far apart.
-        commits: of the tape, those in between.
+        up_bps: bits per second at the socket, between two commits that are far apart.
+        commits: commits on the tape between these two.
     """
 
     step_s: float
@@ -77,7 +77,7 @@ def _run(processes: Processes) -> Ran:
 
 
 def _moment(processes: Processes, proxy: FaultProxy, wanted: int) -> tuple[float, int]:
-    """When there are so many commits, and what went up until then."""
+    """Return the time of this number of commits, and the bytes uploaded until then."""
     until(lambda: len(_commits(processes.run_dir)) >= wanted, f"{wanted} commits", processes)
     return time.monotonic(), proxy.bytes_up
 
@@ -103,10 +103,10 @@ def planned(ran: Ran) -> Forecast:
 
 
 def test_seconds_of_an_upload_and_its_merge(ran: Ran, planned: Forecast) -> None:
-    """From the word that a contribution is ready to its merge.
+    """The time is measured from the message that a contribution is ready to its merge.
 
-    That word shares the link with the bytes: where up to two of the proxy's chunks (0.07 s each) were before it, less
-    of the upload is seen. So not the median counts, but the longest but one.
+    That message shares the link with the bytes. If up to two of the proxy's chunks (0.07 s each) are before it, a
+    shorter part of the upload is measured. So the second longest time counts instead of the median.
     """
     way = planned.exchange
     measured_s = sorted(line["round_s"] - line["collect_s"] for line in ran.commits)[-2]

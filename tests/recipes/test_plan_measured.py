@@ -1,4 +1,4 @@
-"""What `diloco plan` predicts of a run is what a real one measures, within 15 %."""
+"""The forecast of `diloco plan` agrees with a real run within 15 %."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.storage.tape import read_tape
 from tests import command
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
-NUM_LEARNERS, NUM_STEPS = 2, 480  # long enough that the drain, which depends on who ends first, weighs little
+NUM_LEARNERS, NUM_STEPS = 2, 480  # long, so that the drain has little weight
 TOLERANCE = 0.15
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def test_size_of_the_redo_log(planned: dict[str, Any], run_dir: Path) -> None:
 
 def test_size_of_a_snapshot(planned: dict[str, Any], run_dir: Path) -> None:
     first, last = sorted(path for path in (run_dir / "syncer" / "snapshot").iterdir() if path.is_dir())
-    # The first snapshot is taken at version 0, before there are updates to keep; the last one at the end.
+    # The first snapshot is taken at version 0, when there are no updates to keep, and the last one at the end.
     sizes = [sum(path.stat().st_size for path in folder.rglob("*.safetensors")) for folder in (first, last)]
     assert close(12 * planned["parameters"], sizes[0])
     assert close(planned["memory"]["disk"]["three snapshots"] / 3, sizes[1])

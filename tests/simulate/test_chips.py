@@ -1,4 +1,4 @@
-"""Chips that fail and return: pauses against what their rates and durations say."""
+"""Chips that fail and return: pauses agree with their rates and durations."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_a_learner_without_any_slice_waits_for_the_first_one_that_returns() -> N
     assert all(pause.share == 1 for pause in first(alone, 500))
 
 
-def test_slices_that_are_away_at_the_time_0_do_not_train_before_the_first_pause() -> None:
+def test_slices_missing_at_time_0_do_not_train_before_the_first_pause() -> None:
     chips = replace(ONE, mtbi_s=ONE.count * 100.0, return_s=1000.0)
     begin = [next(pauses(chips, random.Random(seed))) for seed in range(200)]
     assert all(pause.begins_s == 0.0 <= pause.ends_s < 24.0 for pause in begin)
     assert 0.85 < sum(pause.share for pause in begin) / 200 < 0.93, "as at any later time"
 
 
-def test_a_learner_that_has_lost_all_of_its_chips_trains_as_little_at_the_beginning_as_later() -> None:
+def test_a_learner_without_chips_trains_as_little_at_the_beginning_as_later() -> None:
     chips = Chips(count=1, slice_chips=1, mtbi_s=60.0)
     shares = [
         trained_s(pauses(chips, random.Random(seed), until_s=until_s), step_s=1.0, until_s=until_s) / until_s
@@ -80,7 +80,7 @@ def test_a_learner_that_has_lost_all_of_its_chips_trains_as_little_at_the_beginn
     assert sum(shares[:400]) / 400 == pytest.approx(shares[400], abs=0.015)
 
 
-def test_slices_that_are_away_do_not_train() -> None:
+def test_missing_slices_do_not_train() -> None:
     chips = replace(ONE, mtbi_s=ONE.count * 100.0, return_s=1000.0)
     mean_share = sum(pause.share for pause in first(chips, 2000)) / 2000
     assert 0.85 < mean_share < 0.93, "about ten failures per return time, of a hundred slices"

@@ -1,7 +1,7 @@
-"""The syncer is killed at every boundary between two of its actions, and between the steps of every commit.
+"""The syncer is killed between any two of its actions, and between the steps of every commit.
 
-The disk is an honest one, so nothing may be lost but what only memory held: learners never notice more than a silence,
-no generation begins, and the books balance. The last tests break that honesty, and must be found out.
+The disk is reliable, so only state in memory may be lost: learners notice only a silence, no generation begins, and the
+accounts balance. The last tests make the syncer or its disk unreliable, and the checks must fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Points = list[tuple[str, int]]
 
 
 def life(points: Points) -> CrashPoints:
-    """A run with every kind of record, under these deaths of its syncer; returns what was reached."""
+    """Run with every kind of record and these crashes of the syncer; return the reached points."""
     config = RunConfig(sync_every=4, num_fragments=2, overlap=1, quorum=2, max_staleness_versions=1, lease_s=4.0)
     crashes = CrashPoints(points)
     network = Network(latency_s=0.05, upload_s=0.4, download_s=0.4)
@@ -51,7 +51,7 @@ def life(points: Points) -> CrashPoints:
 
 
 def check(fleet: Fleet) -> None:
-    """What must be left of any run whose disk was honest."""
+    """Check the end of a run with a reliable disk."""
     fleet.invariants.audit()
     fleet.syncer.state.finish()
     totals = fleet.syncer.state.ledger.totals()
@@ -72,7 +72,7 @@ def test_the_run_itself_reaches_every_kind_of_record_and_action() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(UNDISTURBED))
-def test_a_syncer_killed_before_the_first_and_the_last_of_its_kind_loses_nothing(name: str) -> None:
+def test_a_syncer_killed_before_the_first_and_the_last_action_of_each_kind_loses_nothing(name: str) -> None:
     for nth in sorted({1, UNDISTURBED[name]}):
         assert life([(name, nth)]).hit == [name]
 
@@ -86,7 +86,7 @@ def test_a_syncer_killed_at_any_boundary_loses_nothing(block: int) -> None:
 
 @pytest.mark.parametrize("name", ["Record Regenerated", "Note", "Send Welcome", "DropPayload"])
 def test_a_syncer_killed_while_it_begins_a_new_generation_begins_it_again(name: str) -> None:
-    """Its disk was rolled back, so learners know more than it does."""
+    """Its disk was rolled back, so learners know later versions."""
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1), network=Network(latency_s=0.05, upload_s=0.4))
     learners = [fleet.start(f"l{i}", Pace(step_s=1.0 + i, tokens=3 + i, num_steps=40)) for i in range(2)]
     fleet.run_until(20.3)
@@ -133,9 +133,9 @@ def the_last_record_was_never_synced(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("sabotage", [messages_leave_before_their_records, the_last_record_was_never_synced])
-def test_a_dishonest_syncer_is_found_out_by_its_deaths(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_crashes_reveal_an_unreliable_syncer(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
-    life([])  # without a death nobody could tell
+    life([])  # without a crash it is not detectable
 
     def matrix() -> None:
         for nth in range(1, UNDISTURBED.total(), 7):

@@ -1,4 +1,4 @@
-"""Random histories keep the invariants; a machine with one rule broken is found out; what was found stays mended."""
+"""Random histories keep the invariants; the search detects a machine with one broken rule; fixed errors stay fixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_histories_keep_the_invariants() -> None:
 
 @pytest.mark.seconds
 def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> None:
-    """Otherwise the histories would not try what a standby is for."""
+    """Otherwise the histories would not test the purpose of a standby."""
     lost: list[str] = []
     take_over = SimulatedSyncer.take_over
 
@@ -47,14 +47,14 @@ def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> N
 
 
 @pytest.mark.slow
-def test_fresh_histories_keep_the_invariants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_histories_keep_the_invariants(capsys: pytest.CaptureFixture[str]) -> None:
     first_seed = int(time.time())
     with capsys.disabled():
         print(f"\ndiloco simulate --explore --for 2min --seed {first_seed}")
         assert main(["simulate", "--explore", "--for", "2min", "--seed", str(first_seed)]) == 0
 
 
-def test_a_history_follows_from_its_seed() -> None:
+def test_a_history_depends_only_on_its_seed() -> None:
     one, other = History(7), History(7)
     assert one.steps == other.steps != History(8).steps
     assert (one.play(), one.num_events) == (other.play(), other.num_events)
@@ -72,13 +72,13 @@ def test_a_history_follows_from_its_seed() -> None:
         sabotages.nothing_waits_for_the_standby,
     ],
 )
-def test_a_machine_with_one_rule_broken_is_found_out(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_machine_with_one_broken_rule_is_detected(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
     _assert_is_found()
 
 
 @pytest.mark.seconds
-def test_a_machine_that_breaks_its_promises_is_found_out(monkeypatch: Patch) -> None:
+def test_a_machine_that_breaks_its_promises_is_detected(monkeypatch: Patch) -> None:
     sabotages.promises_may_be_broken(monkeypatch)
     _assert_is_found(num_seeds=400)
 
@@ -90,7 +90,7 @@ def _assert_is_found(num_seeds: int = 60) -> None:
 
 
 @pytest.mark.seconds
-def test_the_command_line_says_how_a_violation_is_replayed(
+def test_the_command_line_prints_the_command_that_replays_a_violation(
     monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", "--explore", "--seeds", "2"]) == 0
@@ -122,13 +122,13 @@ def run_until(fleet: Fleet, is_reached: Callable[[], bool]) -> None:
 
 
 def is_told_of_a_merge(learner: SimulatedLearner, p: int) -> bool:
-    """Whether it was told that its contribution is merged, and has not landed it."""
+    """Return whether the learner knows that its contribution is merged, and the merge has not landed."""
     mine = None if learner.state is None else learner.state.fragments[p].outstanding
     return mine is not None and mine.merged_at is not None
 
 
-def test_a_commit_that_is_lost_after_it_was_told_and_before_it_landed_holds_nobody_up() -> None:
-    """Both learners fetched the lost version for ever, and contributed to its fragment no more."""
+def test_a_commit_lost_between_its_announcement_and_its_landing_blocks_no_learner() -> None:
+    """Before, both learners kept fetching the lost version, and no longer contributed to its fragment."""
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=1.0)
     fleet.run_for(10.0)
     run_until(fleet, lambda: all(is_told_of_a_merge(learner, 0) for learner in learners))
@@ -143,12 +143,12 @@ def test_a_commit_that_is_lost_after_it_was_told_and_before_it_landed_holds_nobo
 
 @pytest.mark.parametrize("use_snapshot", [False, True])
 def test_a_syncer_that_restarts_again_still_recognizes_versions_that_its_disk_has_lost(use_snapshot: bool) -> None:
-    """It knew the digests of the newest versions only; a learner that was away went on from a lost version."""
+    """Before, it knew only the newest digests, and a learner that was away continued from a lost version."""
     fleet, (other, away) = fleet_of_two(upload_s=0.1, download_s=0.1)
     fleet.run_for(20.0)
     fleet.cut(away)
     fleet.kill(other)
-    fleet.syncer.restart(lose=3)  # nobody is there who knows what was lost
+    fleet.syncer.restart(lose=3)  # no connected learner knows the lost versions
     fleet.start("l0", Pace(step_s=0.5, tokens=4))
     fleet.run_for(20.0)  # the versions grow beyond the lost ones
     fleet.syncer.disk.take_snapshot(fleet.syncer.state)
@@ -160,8 +160,8 @@ def test_a_syncer_that_restarts_again_still_recognizes_versions_that_its_disk_ha
     fleet.invariants.audit()
 
 
-def test_a_generation_that_is_lost_before_anybody_adopted_it_is_not_taken_for_the_next_one() -> None:
-    """Both had the number 1; learners kept the books of the first."""
+def test_a_generation_lost_before_its_adoption_is_not_confused_with_the_next_one() -> None:
+    """Before, both had the number 1, and learners kept the accounts of the first."""
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
     fleet.run_for(30.0)
     fleet.syncer.restart(lose=3)
@@ -178,14 +178,14 @@ def test_a_generation_that_is_lost_before_anybody_adopted_it_is_not_taken_for_th
     assert fleet.syncer.state.ledger.totals().is_exact
 
 
-def test_a_learner_follows_a_syncer_that_has_lost_the_generation_it_was_told_of() -> None:
-    """It ignored what was older than the generation that it had not adopted, and the syncer ignored what it sent."""
+def test_a_learner_follows_a_syncer_that_has_lost_an_announced_generation() -> None:
+    """Before, it ignored messages older than its unadopted generation, and the syncer ignored its messages."""
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
     fleet.run_for(30.0)
     fleet.syncer.restart(lose=3)
     run_until(fleet, lambda: all(learner.state is not None and learner.state.generation == 1 for learner in learners))
     for learner in learners:
-        fleet.cut(learner)  # so that nobody proves anything before the restart
+        fleet.cut(learner)  # so that no learner sends a proof before the restart
     fleet.syncer.restart(
         lose=1 + max(k for k, entry in enumerate(reversed(fleet.syncer.disk.log)) if is_regenerated(entry))
     )

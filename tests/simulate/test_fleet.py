@@ -1,4 +1,4 @@
-"""The real machines against each other: participation, late and slow learners, faults, and what must always hold."""
+"""The real state machines together: participation, late and slow learners, faults, and invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEADY_S = 50.0
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured from `STEADY_S` on; merged is the share of its new tokens, by learner."""
+    """Measurements from `STEADY_S` on; `merged` is the merged share of the new tokens, by learner."""
 
     participation: float
     rounds_per_period: float
@@ -32,7 +32,7 @@ def measure(
     last_s: float | None = None,
     upload_s: float = 0.4,
 ) -> Figures:
-    """Steps of 1 s .. slowest_s, starts at random within one period, H = P = 24; the last learner may be a slow one."""
+    """Measure steps of 1 s to slowest_s, random starts within one period, H = P = 24; the last learner may be slow."""
     fleet = Fleet(RunConfig(), network=Network(latency_s=0.01, upload_s=upload_s, download_s=upload_s))
     start = random.Random(num_learners)
     for i in range(num_learners):
@@ -71,7 +71,7 @@ def _state(fleet: Fleet) -> tuple[dict[str, float], ...]:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("num_learners", [2, 4, 8])
-def test_everyone_takes_part_in_every_round_from_random_starts(num_learners: int) -> None:
+def test_all_learners_take_part_in_every_round_with_random_starts(num_learners: int) -> None:
     figures = measure(num_learners)
 
     assert figures.participation >= 0.99, figures
@@ -88,14 +88,14 @@ def test_participation_holds_with_unequal_speeds_and_jitter(num_learners: int) -
     assert min(figures.merged.values()) > 0.9, figures
 
 
-def test_uploads_of_a_whole_step_cost_little() -> None:
+def test_uploads_that_take_a_whole_step_cost_little() -> None:
     figures = measure(4, slowest_s=1.18, jitter=0.1, upload_s=1.0)
 
     assert figures.participation >= 0.9, figures
 
 
 @pytest.mark.seconds
-def test_a_learner_four_times_slower_neither_holds_up_nor_is_left_out() -> None:
+def test_a_learner_four_times_slower_neither_delays_others_nor_is_left_out() -> None:
     figures = measure(4, last_s=4.0)
 
     assert figures.participation >= 0.8, figures
@@ -122,7 +122,7 @@ def test_without_faults_every_token_is_in_the_anchor_at_the_end(num_learners: in
 
 
 @pytest.mark.seconds
-def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answers() -> None:
+def test_the_end_of_a_run_adds_no_rounds_for_requests_that_crossed_their_answers() -> None:
     fleet = Fleet(RunConfig(), network=Network(latency_s=0.3, upload_s=0.02, download_s=0.02))
     for i in range(4):
         fleet.start(f"l{i}", Pace(step_s=1.0 + 0.02 * i, jitter=0.05, num_steps=100))
@@ -155,7 +155,7 @@ def test_a_learner_whose_uploads_are_slow_is_merged_within_a_bounded_number_of_r
     assert max(rounds_between) <= 24, rounds_between
 
 
-def test_a_cut_learner_trains_on_and_everything_is_merged_after_its_return() -> None:
+def test_a_learner_with_a_cut_network_trains_on_and_all_is_merged_after_its_return() -> None:
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1, lease_s=3.0))
     one, two = (fleet.start(f"l{i}", Pace(step_s=1.0, num_steps=60)) for i in range(2))
     fleet.run_until(20.0)
@@ -172,7 +172,7 @@ def test_a_cut_learner_trains_on_and_everything_is_merged_after_its_return() -> 
     assert (one.is_last, two.is_last).count(None) == 0
 
 
-def test_a_killed_learner_loses_what_was_not_merged_and_its_successor_goes_on() -> None:
+def test_a_killed_learner_loses_unmerged_tokens_and_its_successor_continues() -> None:
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1))
     fleet.start("other", Pace(step_s=1.0, num_steps=60))
     old = fleet.start("l0", Pace(step_s=1.0))
@@ -189,7 +189,7 @@ def test_a_killed_learner_loses_what_was_not_merged_and_its_successor_goes_on() 
     assert discarded["lapsed"] <= 2 * 100 * 6  # a period and what was in flight
 
 
-def test_two_processes_under_one_name_the_second_is_turned_away() -> None:
+def test_the_second_of_two_processes_with_one_name_is_rejected() -> None:
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1))
     first = fleet.start("l0", Pace(step_s=1.0, num_steps=20))
     second = fleet.start("l0", Pace(step_s=1.0, num_steps=20, starts_s=5.0))
@@ -199,7 +199,7 @@ def test_two_processes_under_one_name_the_second_is_turned_away() -> None:
     assert "learner id 'l0' is in use" in (second.error or "")
 
 
-def test_an_evaluating_learner_is_not_waited_for() -> None:
+def test_rounds_do_not_wait_for_an_evaluating_learner() -> None:
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1, grace=30.0), seed=1)
     learners = [fleet.start(f"l{i}", Pace(step_s=1.0)) for i in range(2)]
     fleet.run_until(20.0)
@@ -215,7 +215,7 @@ def test_an_evaluating_learner_is_not_waited_for() -> None:
     fleet.invariants.audit()
 
 
-def test_a_rolled_back_disk_costs_what_was_lost_and_nothing_is_counted_twice() -> None:
+def test_a_rolled_back_disk_costs_the_lost_records_and_nothing_is_counted_twice() -> None:
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1))
     for i in range(2):
         fleet.start(f"l{i}", Pace(step_s=1.0, num_steps=60))
@@ -234,7 +234,7 @@ def test_a_rolled_back_disk_costs_what_was_lost_and_nothing_is_counted_twice() -
 
 
 def schedule(seed: int, *, may_roll_back: bool) -> None:
-    """One random fleet with random faults, checked after every event and audited after every fault."""
+    """Run a random fleet with random faults, with checks after every event and audits after every fault."""
     pick = random.Random(seed)
     num_fragments = pick.choice([1, 2, 4])
     config = RunConfig(
@@ -325,7 +325,7 @@ def _recover(fleet: Fleet) -> None:
 
 
 def rounds_with_a_standby(delay_s: float) -> int:
-    """Commits of 16 learners, which lease much data, while a standby gets each record so late."""
+    """Return the commits of 16 learners with many leases and a standby that gets each record with this delay."""
     config = RunConfig(sync_every=24, num_fragments=12, overlap=2, quorum=8)
     fleet = Fleet(config, network=Network(latency_s=0.05, upload_s=0.5, download_s=0.5), seed=1)
     data = Data(sizes=(100_000,), range_size=64)
@@ -338,7 +338,7 @@ def rounds_with_a_standby(delay_s: float) -> int:
 
 
 @pytest.mark.seconds
-def test_a_far_standby_does_not_slow_the_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distant_standby_does_not_slow_down_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     near = rounds_with_a_standby(0.001)
     assert rounds_with_a_standby(0.2) > 0.7 * near
     monkeypatch.setattr(syncer_module, "IN_FLIGHT", frozenset())
@@ -353,7 +353,7 @@ def test_random_schedules_keep_every_invariant(block: int) -> None:
 
 
 def test_a_learner_whose_activation_was_lost_may_leave() -> None:
-    """Its leave was ignored for ever, because it had said hello to the restarted syncer in vain."""
+    """Before, its leave was always ignored, because its hello to the restarted syncer had no effect."""
     schedule(2619, may_roll_back=True)
 
 

@@ -54,7 +54,7 @@ def test_an_outage_of_a_link_costs_no_work() -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("extra", [2, 4])
-def test_learners_that_come_for_a_part_of_the_run_save_their_part_of_its_time(extra: int) -> None:
+def test_extra_learners_save_their_share_of_the_time(extra: int) -> None:
     found = simulate(
         replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12), duration_s=1000.0, num_extra=extra, extra_s=300.0)
     )
@@ -63,7 +63,7 @@ def test_learners_that_come_for_a_part_of_the_run_save_their_part_of_its_time(ex
     assert found.discarded == 0.0
 
 
-def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often: Outcome) -> None:
+def test_failures_cost_only_the_time_of_the_failed_learners(often: Outcome) -> None:
     alone = [
         trained_s(
             pauses(OFTEN.chips, random.Random(f"{OFTEN.seed} {k}"), until_s=OFTEN.length_s),
@@ -79,7 +79,7 @@ def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often:
     assert often.pauses > 4 * 1500 / 100 * 0.7
 
 
-def test_a_learner_without_chips_at_the_time_0_does_not_train_until_they_are_back() -> None:
+def test_a_learner_without_chips_at_time_0_does_not_train_until_they_return() -> None:
     alone = Chips(count=1, slice_chips=1, mtbi_s=60.0, return_s=5000.0)
     stops = list(pauses(alone, random.Random(f"{FLEET.seed} 0"), until_s=400.0))
     assert stops[0].ends_s > 400.0
@@ -101,7 +101,7 @@ def test_more_learners_lose_less_and_data_parallel_training_loses_most(often: Ou
     assert elastic.uptime == pytest.approx(elastic.goodput, abs=0.1)
 
 
-def test_training_is_told_as_the_number_of_learners_over_time(often: Outcome) -> None:
+def test_training_is_returned_as_the_number_of_learners_over_time(often: Outcome) -> None:
     times, nums = zip(*often.training, strict=True)
     assert list(times) == sorted(times)
     assert nums[0] == 4
@@ -110,14 +110,14 @@ def test_training_is_told_as_the_number_of_learners_over_time(often: Outcome) ->
 
 
 @pytest.mark.seconds
-def test_a_slow_learner_makes_nobody_wait() -> None:
+def test_no_learner_waits_for_a_slow_one() -> None:
     mixed = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12), step_s=(1.0, 1.5))
     found = {quorum: simulate(replace(mixed, config=replace(mixed.config, quorum=quorum))) for quorum in (1, 4)}
     assert all(one.goodput > 0.98 for one in found.values())
 
 
 @pytest.mark.seconds
-def test_processes_that_die_lose_what_was_not_merged_and_come_back() -> None:
+def test_processes_that_die_lose_unmerged_tokens_and_return() -> None:
     dying = replace(FLEET, duration_s=1500.0, chips=replace(CHIPS, mtbi_s=1e12), mtbf_s=150.0, rejoin_s=20.0)
     found = simulate(dying)
     assert found.discarded > 0.01
@@ -160,7 +160,7 @@ def test_bad_input_is_refused(change: dict[str, object], said: str) -> None:
         simulate(replace(FLEET, **change))  # type: ignore[arg-type]
 
 
-def test_the_simulator_has_no_protocol_of_its_own() -> None:
+def test_the_simulator_uses_the_real_state_machines() -> None:
     assert syncer.SyncerState is service.SyncerState is SyncerState
     taken = ("quorum", "grace", "ledger", "lease", "electorate")
     for path in Path(lightning_diloco.simulate.__file__).parent.glob("*.py"):

@@ -1,4 +1,4 @@
-"""Data leased by a fleet: every range is merged once per epoch, whoever comes, goes, is killed or cut off."""
+"""Data leased by a fleet: every range is merged once per epoch although learners join, leave, are killed or cut off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pace(data: Data, **more: object) -> Pace:
 
 
 def num_repeated(fleet: Fleet) -> tuple[int, int]:
-    """Token x fragment merged more than once: counted from what was read, and by the syncer."""
+    """Return token x fragment merged more than once, counted from the readers and by the syncer."""
     truth = sum(count.total() - len(count) for count in exactly_once.merged(fleet))
     return truth, fleet.syncer.state.leases.num_repeated
 
@@ -43,7 +43,7 @@ def test_without_faults_every_sample_is_merged_once_per_epoch(data: Data) -> Non
 
 
 @EACH
-def test_from_one_learner_to_eight_and_back_nothing_is_left_out_or_repeated(data: Data) -> None:
+def test_with_one_learner_then_eight_then_one_nothing_is_left_out_or_repeated(data: Data) -> None:
     fleet = Fleet(CONFIG, seed=2)
     fleet.start("first", pace(data))
     for i in range(7):
@@ -59,7 +59,7 @@ def test_from_one_learner_to_eight_and_back_nothing_is_left_out_or_repeated(data
 
 
 @EACH
-def test_ranges_of_a_killed_learner_go_to_others_and_what_they_train_again_is_counted(data: Data) -> None:
+def test_ranges_of_a_killed_learner_go_to_others_and_repeated_tokens_are_counted(data: Data) -> None:
     fleet = Fleet(CONFIG, seed=1)
     fleet.start("other", pace(data))
     dies = fleet.start("dies", pace(data))
@@ -77,7 +77,7 @@ def test_ranges_of_a_killed_learner_go_to_others_and_what_they_train_again_is_co
     assert 0 < truth <= counted <= truth + 2 * again
 
 
-def test_a_learner_that_was_cut_off_takes_up_what_nobody_else_has_taken() -> None:
+def test_a_learner_that_was_cut_off_continues_ranges_that_no_other_learner_took() -> None:
     fleet = Fleet(CONFIG)
     one = fleet.start("one", pace(TEXT))
     fleet.run_until(20.0)
@@ -92,7 +92,7 @@ def test_a_learner_that_was_cut_off_takes_up_what_nobody_else_has_taken() -> Non
     assert num_repeated(fleet)[0] == 0
 
 
-def test_a_learner_that_runs_dry_trains_on_and_that_is_counted() -> None:
+def test_a_learner_without_leases_trains_on_and_these_tokens_are_counted() -> None:
     fleet = Fleet(CONFIG)
     one = fleet.start("one", pace(TEXT, num_steps=300))
     fleet.run_until(20.0)
@@ -143,7 +143,7 @@ def test_leases_survive_a_restart_of_the_syncer() -> None:
     assert num_repeated(fleet)[0] == 0
 
 
-def test_learners_of_other_data_are_turned_away() -> None:
+def test_learners_with_other_data_are_rejected() -> None:
     fleet = Fleet(CONFIG)
     fleet.start("one", pace(TEXT))
     fleet.run_until(5.0)
@@ -191,8 +191,8 @@ def repeats_are_not_counted(patch: pytest.MonkeyPatch) -> None:
         (repeats_are_not_counted, "were merged again, 0 are counted"),
     ],
 )
-def test_a_sabotaged_table_is_found_out(sabotage, found: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_sabotaged_table_is_detected(sabotage, found: str, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     sabotage(monkeypatch)
 
     with pytest.raises(AssertionError, match=found):
-        test_ranges_of_a_killed_learner_go_to_others_and_what_they_train_again_is_counted(TEXT)
+        test_ranges_of_a_killed_learner_go_to_others_and_repeated_tokens_are_counted(TEXT)

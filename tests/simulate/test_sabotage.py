@@ -1,4 +1,4 @@
-"""The invariants must be able to fail: each of these breaks one rule of a machine, and has to be found."""
+"""The invariants must be able to fail: each case breaks one rule of a machine, and a check must detect it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 
 
 def history() -> Fleet:
-    """A guard that strikes; a slow uploader; one that is cut off, replaced, and comes back; one that leaves early."""
+    """Run with a norm guard, a slow upload, an early leave, and a learner that is cut off, replaced and returns."""
     config = RunConfig(sync_every=4, num_fragments=2, overlap=1, quorum=2, max_staleness_versions=1, lease_s=4.0)
     network = Network(latency_s=0.05, upload_s=0.4, download_s=0.4)
     fleet = Fleet(config, network=network, seed=3, guard=0.2)
@@ -52,7 +52,7 @@ def history() -> Fleet:
     return fleet
 
 
-def test_the_history_itself_is_sound_and_has_every_kind_of_loss() -> None:
+def test_the_unchanged_history_is_valid_and_has_every_kind_of_loss() -> None:
     fleet = history()
 
     assert {"lapsed", "undrained", "refused"} <= set(fleet.syncer.state.ledger.totals().discarded)
@@ -70,7 +70,7 @@ def commit_is_booked_twice(patch: Patch) -> None:
 
 
 def merged_ranges_may_overlap(patch: Patch) -> None:
-    """A learner that sends again what was merged, and a syncer that does not look."""
+    """Make a learner send merged tokens again, and the syncer accept them."""
     take_back = Fragment.take_back
     patch.setattr(Fragment, "take_back", lambda self, kept=0.0: take_back(self))
     patch.setattr("lightning_diloco.protocol.intervals.IntervalSet.overlap", lambda *_: 0)
@@ -186,7 +186,7 @@ def the_seen_counter_lags(patch: Patch) -> None:
         (the_seen_counter_lags, "does not balance"),
     ],
 )
-def test_a_sabotaged_machine_is_found_out(sabotage: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
+def test_a_sabotaged_machine_is_detected(sabotage: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
     sabotage(monkeypatch)
 
     with pytest.raises((AssertionError, ValueError, TimeoutError), match=found):

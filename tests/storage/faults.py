@@ -11,17 +11,17 @@ POINTS = (
 
 
 class Crash(BaseException):
-    """The process ends here."""
+    """The simulated end of the process."""
 
 
 class Faults:
-    """Raises an error when a named point is reached once more after `skip` times, and only then."""
+    """Raises an error once, when a named point is reached after `skip` earlier times."""
 
     def __init__(self, point: str = "", skip: int = 0, error: BaseException | None = None) -> None:
         self.arm(point, skip, error or Crash())
 
     def arm(self, point: str, skip: int, error: BaseException) -> None:
-        """Another error, from here on."""
+        """Set the error, and the point at which it is raised."""
         self.point, self.skip, self.error = point, skip, error
 
     def __call__(self, point: str) -> None:

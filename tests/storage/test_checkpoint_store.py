@@ -1,4 +1,4 @@
-"""Checkpoints come back as they were, from a folder and from any other file system; what is damaged is said."""
+"""Checkpoints are restored exactly, from a folder and from any other file system; damage is reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def equal(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def test_a_checkpoint_comes_back_as_it_was(store: CheckpointStore) -> None:
+def test_a_checkpoint_is_restored_exactly(store: CheckpointStore) -> None:
     entry = store.write(checkpoint())
     (found,) = store.entries("l0")
     assert found == entry
@@ -56,7 +56,7 @@ def test_a_checkpoint_comes_back_as_it_was(store: CheckpointStore) -> None:
     assert (back.run, back.learner, back.incarnation, back.process, back.step) == ("run", "l0", 2, "nonce", 7)
 
 
-def test_the_last_two_of_each_learner_are_kept(store: CheckpointStore) -> None:
+def test_the_last_two_checkpoints_of_each_learner_are_kept(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         store.write(checkpoint(step))
     store.write(checkpoint(1, "l1"))
@@ -64,8 +64,8 @@ def test_the_last_two_of_each_learner_are_kept(store: CheckpointStore) -> None:
     assert store.learners() == ["l0", "l1"]
 
 
-def test_what_was_written_last_is_newest_whatever_its_step(store: CheckpointStore) -> None:
-    for step in (200, 100):  # the learner came back at an older one
+def test_the_newest_checkpoint_is_the_last_one_written_with_any_step(store: CheckpointStore) -> None:
+    for step in (200, 100):  # the learner continued from an older one
         store.write(checkpoint(step))
     assert [entry.step for entry in store.entries("l0")] == [100, 200]
 
@@ -84,17 +84,17 @@ def test_a_damaged_checkpoint_is_refused(store: CheckpointStore, damage) -> None
         store.read(entry)
 
 
-def test_what_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     (tmp_path / "l0").mkdir()
     (tmp_path / "l0" / "tmpabc.partial").write_bytes(b"half")
     assert store.entries("l0") == []
 
 
-def test_what_a_killed_process_was_writing_is_removed_by_the_next_one(
+def test_incomplete_files_of_a_killed_process_are_removed_by_the_next_one(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where those for other file systems are made
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where incomplete files for other file systems are written
     killed = [store._scratch("l0"), store._scratch("l0", "parts", "1"), store._scratch("l1")]  # never left again
     whole, part, of_another = (writing.__enter__() for writing in killed)
 
@@ -106,20 +106,20 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_next_one(
     assert len(store.entries("l0")) == 1
 
 
-def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+def test_files_are_accessible_to_their_owner_only(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "store"))
     entry = store.write(checkpoint())
     assert (tmp_path / "store" / "l0" / entry.name).stat().st_mode & 0o077 == 0
     assert [path.name for path in (tmp_path / "store" / "l0").iterdir()] == [entry.name]
 
 
-def test_what_is_neither_plain_nor_a_tensor_is_refused_by_its_place(store: CheckpointStore) -> None:
+def test_a_value_that_is_neither_plain_nor_a_tensor_is_refused_with_its_place(store: CheckpointStore) -> None:
     with pytest.raises(UnstorableError, match=r"\.optimizer\[1\]\.hook is a function"):
         store.write(checkpoint(state={"optimizer": [0, {"hook": lambda: None}]}))
     assert store.entries("l0") == []
 
 
-def test_subclasses_come_back_as_what_they_are_made_of() -> None:
+def test_subclasses_are_restored_as_their_base_types() -> None:
     tensors: dict[str, torch.Tensor] = {}
     back = unpack(pack(OrderedDict(size=torch.Size([2, 3])), tensors), tensors)
     assert back == {"size": (2, 3)}
@@ -127,7 +127,7 @@ def test_subclasses_come_back_as_what_they_are_made_of() -> None:
 
 
 @pytest.mark.parametrize("packed", [{"tensor": "x"}, {"dict": 3}, {"code": []}, {"dict": [3]}])
-def test_what_was_never_packed_is_not_unpacked(packed) -> None:
+def test_values_that_pack_does_not_write_are_refused(packed) -> None:
     with pytest.raises((KeyError, ValueError)):
         unpack(packed, {})
 
@@ -140,7 +140,7 @@ def of_ranks(store: CheckpointStore, step: int) -> Checkpoint:
     return whole
 
 
-def test_the_parts_of_ranks_come_back_as_they_were(store: CheckpointStore) -> None:
+def test_the_parts_of_ranks_are_restored_exactly(store: CheckpointStore) -> None:
     whole = of_ranks(store, 7)
     (entry,) = store.entries("l0")
     assert store.read(entry) == whole
@@ -150,10 +150,10 @@ def test_the_parts_of_ranks_come_back_as_they_were(store: CheckpointStore) -> No
         store.read_part("l0", 1, whole.parts[0])
 
 
-def test_parts_that_no_checkpoint_names_are_removed_whoever_wrote_them(store: CheckpointStore) -> None:
+def test_parts_that_no_checkpoint_names_are_removed(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         whole = of_ranks(store, step)
-    left_alone = store.write_part(3, checkpoint(9))  # of a larger learner that died before its checkpoint was complete
+    left_alone = store.write_part(3, checkpoint(9))  # of a larger learner that died before it completed its checkpoint
     named = store.parts_named("l0")
     assert len(named) == 4
     assert named >= set(whole.parts)
@@ -169,7 +169,7 @@ def test_parts_that_no_checkpoint_names_are_removed_whoever_wrote_them(store: Ch
     assert {name[2:].partition(".")[0] for name in names()} == named
 
 
-def test_a_copy_holds_the_parts_too(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_copy_includes_the_parts(store: CheckpointStore, tmp_path: Path) -> None:
     whole, copies = of_ranks(store, 7), CheckpointStore(str(tmp_path / "copies"))
     copies.copy(store, *store.entries("l0"))
     (entry,) = copies.entries("l0")

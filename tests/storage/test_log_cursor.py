@@ -1,4 +1,4 @@
-"""A log is read while it is written, rotated and shortened."""
+"""A cursor reads a log that is being written, rotated and shortened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def records(text: bytes) -> list[Record]:
     return found
 
 
-def test_records_come_in_order_and_only_when_they_are_durable(redo_log: RedoLog) -> None:
+def test_durable_records_are_returned_in_order(redo_log: RedoLog) -> None:
     written(redo_log, 3)
     cursor = LogCursor(redo_log, 0)
     found = records(cursor.take(1 << 20))
@@ -55,7 +55,7 @@ def test_a_small_limit_gives_one_record_at_a_time(redo_log: RedoLog) -> None:
     cursor.close()
 
 
-def test_it_follows_the_log_into_new_segments_and_keeps_what_the_log_drops(redo_log: RedoLog) -> None:
+def test_the_cursor_follows_new_segments_and_keeps_dropped_ones(redo_log: RedoLog) -> None:
     written(redo_log, 2)
     cursor = LogCursor(redo_log, 1)
     redo_log.rotate()
@@ -71,7 +71,7 @@ def test_it_follows_the_log_into_new_segments_and_keeps_what_the_log_drops(redo_
         LogCursor(redo_log, 1)
 
 
-def test_a_place_beyond_the_end_is_another_history(redo_log: RedoLog) -> None:
+def test_a_position_beyond_the_end_is_an_error(redo_log: RedoLog) -> None:
     written(redo_log, 2)
     with pytest.raises(CorruptLogError, match="lsn 3 is not where it must be"):
         LogCursor(redo_log, 5)

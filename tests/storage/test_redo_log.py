@@ -1,4 +1,4 @@
-"""The redo log: what a crash, a full disk or a flipped bit does to it."""
+"""The redo log after crashes, with a full disk, and with flipped bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def log(folder: Path) -> Iterator[RedoLog]:
 
 @pytest.fixture
 def fast_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests with hundreds of logs that do not look at when they are synced."""
+    """Replace fsync for tests with hundreds of logs that do not depend on it."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -58,11 +58,11 @@ def flip(path: Path, offset: int) -> None:
 
 
 def image(folder: Path, to: Path) -> Path:
-    """What a crash at this moment leaves, for a restart elsewhere."""
+    """Copy the files that a crash at this moment would leave."""
     return Path(shutil.copytree(folder, to))
 
 
-def test_records_come_back_as_appended_after_reopening(folder: Path) -> None:
+def test_records_are_unchanged_after_reopening(folder: Path) -> None:
     log = RedoLog(folder)
     fill(log)
     assert log.last_lsn == 4
@@ -78,7 +78,7 @@ def test_records_come_back_as_appended_after_reopening(folder: Path) -> None:
     reopened.close()
 
 
-def test_opening_makes_durable_what_a_killed_process_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_makes_records_of_a_killed_process_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RedoLog(folder)
     fill(log)
     log.close(sync=False)
@@ -151,7 +151,7 @@ def test_flipped_bit_anywhere_in_an_older_record_is_named(folder: Path, tmp_path
         assert (damaged / name).stat().st_size == starts[3]  # nothing was cut
 
 
-def test_hole_in_records_never_synced_is_a_torn_end(folder: Path) -> None:
+def test_gap_in_records_that_were_never_synced_is_a_torn_end(folder: Path) -> None:
     # A power cut may keep later pages and lose earlier ones, as long as none of them had been synced.
     log = RedoLog(folder)
     fill(log, 2)
@@ -234,7 +234,7 @@ def test_rotation_and_dropping_keep_the_lsn(folder: Path) -> None:
     reopened.close()
 
 
-def test_records_span_segments_and_stop_at_the_call(log: RedoLog) -> None:
+def test_records_span_segments_up_to_the_last_one_at_the_call(log: RedoLog) -> None:
     fill(log, 2)
     log.rotate()
     for k in (2, 3):
@@ -246,7 +246,7 @@ def test_records_span_segments_and_stop_at_the_call(log: RedoLog) -> None:
 
 
 @pytest.mark.parametrize("point", ["append:before", "append:after_header", "append:after_payload"])
-def test_full_disk_leaves_the_log_as_before_and_goes_on(folder: Path, point: str) -> None:
+def test_full_disk_leaves_the_log_unchanged_and_appends_continue_later(folder: Path, point: str) -> None:
     faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 3)
@@ -262,7 +262,7 @@ def test_full_disk_leaves_the_log_as_before_and_goes_on(folder: Path, point: str
     log.close()
 
 
-def test_short_and_failing_writes_leave_the_log_as_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_and_failing_writes_leave_the_log_unchanged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RedoLog(folder)
     fill(log, 2)
     before = only_segment(folder).read_bytes()
@@ -286,7 +286,7 @@ def test_short_and_failing_writes_leave_the_log_as_before(folder: Path, monkeypa
     log.close()
 
 
-def test_failed_sync_takes_back_what_was_not_durable(folder: Path) -> None:
+def test_failed_sync_removes_records_that_were_not_durable(folder: Path) -> None:
     faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 2)
@@ -306,7 +306,7 @@ def test_failed_sync_takes_back_what_was_not_durable(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["append:after_header", "append:after_payload"])
-def test_append_after_an_interrupted_one_is_clean(folder: Path, point: str) -> None:
+def test_append_after_an_interrupted_append_succeeds(folder: Path, point: str) -> None:
     faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 1)
@@ -360,7 +360,7 @@ def test_failed_rotation_leaves_no_empty_segment(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("point", ["append:after_header", "sync:before"])
-def test_what_a_disk_without_truncation_leaves_is_cut_off_before_a_new_segment(
+def test_leftovers_of_a_failed_truncation_are_cut_off_before_a_new_segment(
     folder: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     faults, truncate = Faults(), os.ftruncate
@@ -402,14 +402,14 @@ def test_sync_reaches_the_disk_once_per_batch(folder: Path, monkeypatch: pytest.
 
 
 def fill_segments(log: RedoLog) -> None:
-    """Twelve records in four segments, and an empty fifth one."""
+    """Write twelve records in four segments, and begin an empty fifth segment."""
     for _ in range(4):
         fill(log, 3)
         log.rotate()
 
 
 @pytest.mark.parametrize("lsn", range(3, 13))
-def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: Path, lsn: int) -> None:
+def test_records_after_a_given_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: Path, lsn: int) -> None:
     fill_segments(log)
     log.drop_before(4)
     log.cut_after(lsn)
@@ -423,7 +423,7 @@ def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: 
 
 
 @pytest.mark.parametrize("lsn", [2, 13])
-def test_records_that_are_not_there_cannot_be_the_end(log: RedoLog, lsn: int) -> None:
+def test_a_missing_record_cannot_be_the_end(log: RedoLog, lsn: int) -> None:
     fill_segments(log)
     log.drop_before(4)
     with pytest.raises(CorruptLogError):

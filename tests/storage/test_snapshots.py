@@ -1,4 +1,4 @@
-"""Snapshots: complete under their name, verified before use, one at a time."""
+"""Snapshots: complete under their name, verified before use, and only one is kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_latest_is_none_before_the_first(tmp_path: Path) -> None:
     assert SnapshotStore(tmp_path / "none").latest() is None
 
 
-def test_state_and_tensors_come_back_and_the_old_one_goes(tmp_path: Path) -> None:
+def test_state_and_tensors_are_restored_and_the_old_snapshot_is_removed(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "snapshot")
     store.write(7, {"seed": 1}, tensors(1))
     store.write(9, {"seed": 2}, tensors(2))
@@ -64,7 +64,7 @@ def test_same_lsn_is_written_once(tmp_path: Path) -> None:
     assert is_that_of(store.latest(), 1)
 
 
-def test_files_are_private_and_checkable_by_hand(tmp_path: Path) -> None:
+def test_files_are_private_and_have_a_checksum_file(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     store.write(1, {"seed": 1}, tensors(1))
     folder = tmp_path / f"{1:020d}"
@@ -75,7 +75,7 @@ def test_files_are_private_and_checkable_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_crash_while_writing_leaves_the_old_or_the_new(tmp_path: Path, point: str) -> None:
+def test_crash_while_writing_leaves_the_old_or_the_new_snapshot(tmp_path: Path, point: str) -> None:
     SnapshotStore(tmp_path).write(7, {"seed": 1}, tensors(1))
     crash = Faults(point, skip=1 if point == "snapshot:after_file" else 0)
     with pytest.raises(Crash):
@@ -88,7 +88,9 @@ def test_crash_while_writing_leaves_the_old_or_the_new(tmp_path: Path, point: st
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_old_snapshot_goes_only_after_the_new_one_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_snapshot_is_removed_only_after_the_new_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every file, the folder and its parent are fsynced, in that order, before anything is removed."""
     store = SnapshotStore(tmp_path)
     store.write(7, {"seed": 1}, tensors(1))
@@ -137,7 +139,9 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
     assert "the snapshot is damaged; restore its directory from a backup" in str(caught.value)
 
 
-def test_crash_while_removing_the_old_one_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_while_removing_the_old_snapshot_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = SnapshotStore(tmp_path)
     store.write(1, {"seed": 1}, tensors(1))
 
@@ -156,7 +160,7 @@ def test_crash_while_removing_the_old_one_leaves_no_part_of_it(tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == [again.path(2).name]
 
 
-def test_full_disk_keeps_the_old_one(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_snapshot(tmp_path: Path) -> None:
     def faults(point: str) -> None:
         if point == "snapshot:after_file":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -167,7 +171,7 @@ def test_full_disk_keeps_the_old_one(tmp_path: Path) -> None:
     assert is_that_of(SnapshotStore(tmp_path).latest(), 1)
 
 
-def test_snapshot_is_tried_again_once_there_is_room(tmp_path: Path) -> None:
+def test_snapshot_is_written_again_after_space_is_freed(tmp_path: Path) -> None:
     errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
 
     def faults(point: str) -> None:
@@ -182,7 +186,7 @@ def test_snapshot_is_tried_again_once_there_is_room(tmp_path: Path) -> None:
 
 
 def test_tensors_are_taken_one_by_one(tmp_path: Path) -> None:
-    """A fragment may be as large as the memory left: none is asked for before the last one is on disk."""
+    """A fragment may need all free memory, so each one is requested after the previous one is on disk."""
     folder = tmp_path / f"{1:020d}.partial"
 
     def one_by_one() -> object:

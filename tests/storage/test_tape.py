@@ -1,4 +1,4 @@
-"""The tape: whole lines, cut to the log."""
+"""The tape: complete lines, cut to the log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def events(path: Path) -> list[str]:
     return [line["event"] for line in read_tape(path)]
 
 
-def test_lines_carry_time_event_lsn_and_fields(tape: Tape, path: Path) -> None:
+def test_lines_have_time_event_lsn_and_fields(tape: Tape, path: Path) -> None:
     tape.record("join", lsn=1, learner="l0")
     tape.record("stall", lsn=None, stall_s=0.25)
     assert list(read_tape(path)) == [
@@ -44,7 +44,7 @@ def test_lines_carry_time_event_lsn_and_fields(tape: Tape, path: Path) -> None:
 
 
 def test_torn_last_line_is_cut_and_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # many tapes; none of them looks at when it is synced
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # many tapes, none of which depends on fsync
     tape = Tape(path)
     tape.record("join", lsn=1)
     tape.record("commit", lsn=2)
@@ -112,7 +112,7 @@ def test_opening_reads_the_end_of_a_long_tape_only(path: Path, tape: Tape, monke
         tape.record("stall", lsn=None)
     tape.close()
     whole = path.read_bytes()
-    monkeypatch.setattr(tape_module, "_END_BYTES", 200)  # no line with a number among these, so that it looks again
+    monkeypatch.setattr(tape_module, "_END_BYTES", 200)  # none of these lines has an lsn, so that it reads further back
     monkeypatch.setattr(Tape, "_measure", lambda self: pytest.fail("all of it was read"))
     for torn in (b"", b'{"t": 1'):
         path.write_bytes(whole + torn)
@@ -128,14 +128,14 @@ def test_opening_reads_the_end_of_a_long_tape_only(path: Path, tape: Tape, monke
 
 
 @pytest.mark.parametrize("line", [b"[]", b"3", b'{"event": "join"}', b'{"t":1.0,"event":"\xff","lsn":1}'])
-def test_line_that_is_not_an_event_is_named(path: Path, line: bytes) -> None:
+def test_line_that_is_not_an_event_is_an_error(path: Path, line: bytes) -> None:
     path.parent.mkdir()
     path.write_bytes(line + b"\n")
     with pytest.raises(CorruptLogError, match="line 1"):
         Tape(path)
 
 
-def test_full_disk_leaves_the_tape_as_before(tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_tape_unchanged(tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tape.record("join", lsn=1)
     before = path.read_bytes()
     pwrite = os.pwrite
@@ -155,7 +155,7 @@ def test_full_disk_leaves_the_tape_as_before(tape: Tape, path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("failing_calls", [["fsync"], ["fsync", "ftruncate"]])
-def test_failed_sync_takes_back_the_lines_since_the_last(
+def test_failed_sync_removes_the_lines_since_the_last_sync(
     tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch, failing_calls: list[str]
 ) -> None:
     tape.record("join", lsn=1)
@@ -181,7 +181,7 @@ def test_every_line_is_plain_json(tape: Tape, path: Path) -> None:
     assert json.loads(line)["contributors"] == ["l0", "ü"]
 
 
-def test_lines_of_another_tape_are_appended_whole(tape: Tape, tmp_path: Path, path: Path) -> None:
+def test_complete_lines_of_another_tape_are_appended(tape: Tape, tmp_path: Path, path: Path) -> None:
     other = Tape(tmp_path / "other.jsonl")
     other.record("join", lsn=1)
     other.record("commit", lsn=2)

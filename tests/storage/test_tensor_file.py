@@ -1,4 +1,4 @@
-"""Tensors written and read without a copy are what the safetensors library makes of them, and takes from them."""
+"""Files written and read without a copy are compatible with the safetensors library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_same(found: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_the_library_reads_what_was_written_and_the_other_way_round(tmp_path: Path) -> None:
+def test_files_are_compatible_with_the_library_in_both_directions(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
     write_file(ours, *tensor_file.pieces(TENSORS))
     assert_same(load_file(ours))
@@ -36,6 +36,6 @@ def test_the_library_reads_what_was_written_and_the_other_way_round(tmp_path: Pa
     assert_same(tensor_file.read(theirs))
 
 
-def test_what_is_written_is_the_tensors_own_memory() -> None:
+def test_written_pieces_share_the_tensors_memory() -> None:
     _, first, *_ = tensor_file.pieces(TENSORS)
     assert torch.frombuffer(first, dtype=torch.uint8).data_ptr() == TENSORS["master"].data_ptr()

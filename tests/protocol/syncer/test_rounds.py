@@ -93,7 +93,7 @@ def test_the_round_of_a_draining_learner_opens_when_no_learner_evaluates_without
     assert said(syncer.tick(), "a", msg.Announce)
 
 
-def test_an_intent_of_a_learner_that_has_left_opens_no_round(syncer: Syncer) -> None:
+def test_an_intent_of_a_learner_that_has_lapsed_opens_no_round(syncer: Syncer) -> None:
     syncer.beat("a", tokens=120, phase="draining")
     syncer.beat("b", phase="evaluating")
     syncer.tell("a", msg.Intent(0, 1.0, 20.0))
