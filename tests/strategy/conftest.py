@@ -30,7 +30,7 @@ from tests.quiet import QUIET
 STANDING = LearnerStatus((3, 4), 1, (2,), 2, None)
 VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
 
-# Lightning tells small CPU runs about their size; none of this is about us.
+# Lightning warns about small CPU runs; these warnings do not concern this package.
 THIRD_PARTY_WARNINGS = (
     "ignore:The '.*_dataloader' does not have many workers",
     "ignore:The number of training batches .* is smaller than the logging interval",
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Scenario:
-    """What the links of one test do, and which links were made."""
+    """Settings of the links of one test, and the links that were made."""
 
     data_part: tuple[int, int] | None = None
     slot: int | None = None  # None: that of the part
@@ -61,17 +61,17 @@ class Scenario:
     learner_id: str = "l0"
     start_error: Exception | None = None
     step_error: Exception | None = None
-    run_values: float | None = None  # the run exists: its anchors hold this value everywhere
+    run_values: float | None = None  # the run exists, and all values of its anchors are this
     standing: LearnerStatus = STANDING
     incarnation: int = 1
-    is_late: bool = False  # the run has come somewhere before this learner joins
-    run_steps: int = 0  # and this far
-    is_last: bool = False  # nobody else is in the run when this learner leaves
+    is_late: bool = False  # the run has made steps before this learner joins
+    run_steps: int = 0  # number of these steps
+    is_last: bool = False  # no other learner is in the run when this one leaves
     others_tokens: int = 0
-    differing: tuple[str, ...] = ()  # frozen parameters that are not those of the run
-    lands: bool = True  # each step changes an anchor; else none is merged, to the end
-    while_draining: Callable[[], None] | None = None  # happens while the last contributions are waited for
-    stopped_after: int | None = None  # the run is over when this learner has made so many steps
+    differing: tuple[str, ...] = ()  # frozen parameters that differ from those of the run
+    lands: bool = True  # each step changes an anchor; otherwise nothing is merged until the end
+    while_draining: Callable[[], None] | None = None  # called during the wait for the last contributions
+    stopped_after: int | None = None  # the run is over when this learner has made this number of steps
     made: list[RecordingLink] = field(default_factory=list)
 
     @property
@@ -81,7 +81,7 @@ class Scenario:
 
 
 class RecordingLink:
-    """A learner alone: it seeds, records what it is told, and at the end every anchor has grown by 1."""
+    """The link of a single learner: it seeds, records its calls, and at the end adds 1 to every anchor."""
 
     scenario: Scenario
 
@@ -93,10 +93,10 @@ class RecordingLink:
         self.differing = self.scenario.differing
         self.own_run_dir: Path | None = None
         self.agreed, self.is_preempted = Agreement(), False
-        self.lock = threading.Lock()  # cannot be copied, as nothing can that belongs to a run
+        self.lock = threading.Lock()  # cannot be copied, like all objects of a run
         self.events: list[str] = []
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
-        self.unchanged: list[bool] = []  # by step: whether they were still the same when it settled first
+        self.unchanged: list[bool] = []  # by step: whether they were unchanged at the first `settle`
         self.num_settled = 0
         self.drained: list[torch.Tensor] = []  # parameters when the last contributions were made
         self.steps: list[tuple[int, str]] = []
@@ -209,7 +209,7 @@ class RecordingLink:
 
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
-    """Puts RecordingLink where the strategy looks for its link."""
+    """Replaces the link of the strategy by RecordingLink."""
     module = ModuleType("lightning_diloco.learner.member")
     made = Scenario()
     module.Member = type("Member", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
@@ -217,14 +217,14 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     whereabouts.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
     for each in (module, whereabouts):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    monkeypatch.setattr(identity, "_done", set())  # a test is a process
+    monkeypatch.setattr(identity, "_done", set())  # each test counts as a new process
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
     return made
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Sample k holds its own index and LENGTH token ids."""
+    """Sample k has its index and LENGTH token ids."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -235,7 +235,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 class TinyModel(L.LightningModule):
-    """An embedding with a tied head, a frozen layer and a buffer; notes what it saw."""
+    """An embedding with a tied head, a frozen layer and a buffer; records the samples that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def model() -> TinyModel:
 
 @pytest.fixture(scope="session", autouse=True)
 def _extensions() -> Iterator[None]:
-    """Each Trainer asks all installed packages for callbacks, which takes 10 ms; they are the same for all."""
+    """Cache the callbacks of installed packages: each Trainer looks for them, which takes 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(callback_connector._load_external_callbacks)
         patch.setattr(callback_connector, "_load_external_callbacks", once)

@@ -1,4 +1,4 @@
-"""Models with state that is no trained parameter, as small as they can be."""
+"""Minimal models with state that is not a trained parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.strategy.conftest import TinyModel
 
 
 class WithBatchNorm(TinyModel):
-    """Running statistics, and how many batches they saw."""
+    """Running statistics, and their number of batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class WithBatchNorm(TinyModel):
 
 
 class WithTeacher(TinyModel):
-    """A student and a teacher that follows it after each batch: BYOL, DINO, mean teachers."""
+    """A student and a teacher that follows it after each batch, as in BYOL, DINO and mean teachers."""
 
     decay = 0.5
 
@@ -43,7 +43,7 @@ class WithTeacher(TinyModel):
 
 
 class WithQueue(WithTeacher):
-    """Keys of the last batches, and where the next ones go: MoCo."""
+    """Keys of the last batches, and the position of the next ones, as in MoCo."""
 
     size = 8
 
@@ -62,7 +62,7 @@ class WithQueue(WithTeacher):
 
 
 class WithCodebook(TinyModel):
-    """A codebook that follows the codes it was used for, as a frozen parameter: VQ-VAE."""
+    """A codebook that follows its assigned codes, as a frozen parameter, as in VQ-VAE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ OWN_STATE[WithQueue] = OWN_STATE[WithTeacher] | {"queue", "next"}
 
 
 class WithBackbone(TinyModel):
-    """A part that finetuning callbacks freeze at first."""
+    """A backbone that finetuning callbacks freeze at first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers that keep copies of parameters, as small as they can be."""
+"""Minimal optimizers that keep copies of parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScheduleFree(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """Every other step goes half way back (arXiv 1907.08610)."""
+    """SGD that moves halfway back after every second step (arXiv 1907.08610)."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"k": 0})

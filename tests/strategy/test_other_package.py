@@ -1,4 +1,4 @@
-"""Code that says `import pytorch_lightning as pl`, whose classes are strangers to those of `lightning`."""
+"""Code with `import pytorch_lightning as pl`, whose classes differ from those of `lightning`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("where", [where for where in SOURCES if where.startswith(("strategy/", "tracking/"))])
-def test_a_module_that_is_compiled_again_names_nothing_of_lightning(where: str) -> None:
+def test_a_module_that_is_compiled_again_does_not_name_lightning(where: str) -> None:
     text = other.renamed(SOURCES[where])
     assert "lightning" not in [name.partition(".")[0] for name in imported(ast.parse(text))]
     assert "lightning_diloco.strategy" not in text
@@ -76,7 +76,7 @@ def test_the_package_that_is_imported_decides(tmp_path: Path, imports: str, pack
     assert python(code, tmp_path) == package
 
 
-def test_what_is_not_compiled_again_is_not_found() -> None:
+def test_modules_that_are_not_compiled_again_are_not_found() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Strategy'"):
         _ = other.Strategy
     with pytest.raises(ModuleNotFoundError, match=r"lightning_diloco\.pytorch_lightning\.hf"):

@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor is the box that torch says, for every way to cut it."""
+"""The box of a rank's part of a DTensor agrees with torch for all layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = (35, 7)
 
 
 def meshes() -> Iterator[DeviceMesh]:
-    """As each rank sees it; nobody else is there."""
+    """Return the mesh of each rank; the other ranks do not exist."""
     for rank in range(NUM_DATA * NUM_TENSOR):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_DATA * NUM_TENSOR)
         try:
@@ -45,13 +45,13 @@ def laid_out(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[i
     ],
     ids=["whole", "rows", "rows_columns", "columns_rows", "rows_twice"],
 )
-def test_box_is_what_torch_says(placements):
+def test_box_agrees_with_torch(placements):
     covered = torch.zeros(SHAPE, dtype=torch.int64)
     for mesh in meshes():
         shape, firsts = compute_local_shape_and_global_offset(torch.Size(SHAPE), mesh, placements)
         assert box("a", laid_out(mesh, placements, tuple(shape))) == (tuple(firsts), tuple(shape))
         covered[tuple(slice(first, first + size) for first, size in zip(firsts, shape, strict=True))] += 1
-    assert covered.min() == covered.max() > 0  # each element as often as any other
+    assert covered.min() == covered.max() > 0  # each element equally often
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_box_is_what_torch_says(placements):
     [((Partial(), Replicate()), SHAPE), ((Shard(0), Replicate()), (5, 7))],
     ids=["sums", "other_rows"],
 )
-def test_layout_that_is_no_box_is_refused_by_name(placements, shape):
+def test_layout_that_is_not_a_box_is_refused_by_name(placements, shape):
     for mesh in meshes():
         with pytest.raises(ConfigError, match=r"layers\.weight of shape \(35, 7\) is laid out as .*: each rank must"):
             box("layers.weight", laid_out(mesh, placements, shape))

@@ -1,4 +1,4 @@
-"""The end of a fit: the run is left before Lightning validates and saves for the last time; nothing is lost there."""
+"""The end of a fit: the run is left before Lightning validates and saves for the last time, without loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_K
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
 
-LOW_ENOUGH = {"monitor": "val_loss", "stopping_threshold": 1e9}  # any loss is
+LOW_ENOUGH = {"monitor": "val_loss", "stopping_threshold": 1e9}  # any loss is lower
 
 
 class StopAfter(Callback):
-    """As Timer does."""
+    """Stops training like Timer."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.should_stop = trainer.global_step == 4
@@ -33,7 +33,11 @@ ENDS = {
     "between epochs' ends": {"max_steps": 4, "val_check_interval": 2},
 }
 SAVES = {
-    "by its loss": {"monitor": "val_loss", "mode": "max", "save_last": True},  # the final anchor's is the highest
+    "by its loss": {
+        "monitor": "val_loss",
+        "mode": "max",
+        "save_last": True,
+    },  # highest for the final anchor
     "every epoch": {"save_last": True},
     "every two steps": {"every_n_train_steps": 2, "save_last": True},
     "weights": {"every_n_train_steps": 2, "save_last": True, "save_weights_only": True},
@@ -47,7 +51,7 @@ def weight_in(path: str | Path) -> torch.Tensor:
 
 @pytest.fixture
 def fit(scenario, model, trainer_for, tmp_path):
-    """Fits alone, and keeps checkpoints; returns the Trainer and what keeps them."""
+    """Fits alone with checkpoints; returns the Trainer and the checkpoint callbacks."""
     scenario.is_last = True
 
     def run(save="every epoch", *, callbacks=(), ckpt_path=None, **options):
@@ -69,14 +73,14 @@ def test_last_and_best_checkpoint_are_the_module_after_fit(model, fit, end, save
         pytest.skip("Lightning validates nothing and saves nothing")
     _, keep = fit(save, **ENDS[end])
     assert torch.equal(weight_in(keep.last_model_path), model.body.weight)
-    has_metric = save == "by its loss" and end.startswith("early")  # of the anchor before the last contributions
+    has_metric = save == "by its loss" and end.startswith("early")  # the anchor before the last contributions
     best = model.validated[-1] if has_metric else model.body.weight
     assert torch.equal(weight_in(keep.best_model_path), best)
     assert torch.equal(best, model.body.weight) != has_metric
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_training_goes_on_from_the_last_checkpoint(model, fit, trainer_for, end):
+def test_training_continues_from_the_last_checkpoint(model, fit, trainer_for, end):
     trainer, keep = fit("every two steps", **ENDS[end])
     batches = trainer.fit_loop.epoch_loop._batches_that_stepped
     resumed = trainer_for(max_steps=trainer.global_step + 2, max_epochs=-1)
@@ -93,7 +97,7 @@ def test_lightning_validates_as_often_as_with_its_own_strategy(model, fit, end):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_callback_leaves_in_the_module_stays_there(scenario, model, fit, end):
+def test_changes_of_a_callback_to_the_module_stay(scenario, model, fit, end):
     class Average(Callback):
         def on_train_end(self, trainer, pl_module):
             assert scenario.link.events[-1] == "close"
@@ -105,7 +109,7 @@ def test_what_a_callback_leaves_in_the_module_stays_there(scenario, model, fit, 
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario, model, fit, caplog, end):
+def test_without_a_syncer_at_the_end_the_module_keeps_its_trained_parameters(scenario, model, fit, caplog, end):
     scenario.lands = False
     start, trained = model.body.weight.detach().clone(), []
 
@@ -125,7 +129,7 @@ def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario,
 
 @pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
 @pytest.mark.parametrize("join", [None, "diloco://127.0.0.1:1/run#token," + "0" * 64], ids=["own run", "run of others"])
-def test_the_process_fails_at_its_end_if_a_run_of_others_has_lost_work(scenario, fit, monkeypatch, join, lands):
+def test_the_process_fails_at_its_end_if_a_joined_run_has_lost_work(scenario, fit, monkeypatch, join, lands):
     reasons = []
     monkeypatch.setattr(fits, "fail_at_exit", reasons.append)
     scenario.lands = scenario.is_last = lands
@@ -135,8 +139,8 @@ def test_the_process_fails_at_its_end_if_a_run_of_others_has_lost_work(scenario,
     assert reason is None or "at step 4 before all of this learner's work was merged" in reason
 
 
-def test_a_checkpoint_of_an_outage_brings_its_parameters_back(scenario, model, fit, trainer_for, tmp_path):
-    """It is the stale anchor for everybody else; a run of one's own begins with what was trained."""
+def test_a_checkpoint_of_an_outage_restores_its_parameters(scenario, model, fit, trainer_for, tmp_path):
+    """For other uses it holds the stale anchor; a new run begins with the trained parameters."""
     scenario.lands = False
 
     class Save(Callback):
@@ -156,7 +160,7 @@ def test_a_checkpoint_of_an_outage_brings_its_parameters_back(scenario, model, f
     trainer_for(callbacks=Compare()).fit(model, ckpt_path=tmp_path / "away.ckpt")
 
 
-def test_steps_after_the_last_one_are_said_to_be_the_learners_own(scenario, model, fit):
+def test_a_warning_says_that_steps_after_the_last_one_are_trained_alone(scenario, model, fit):
     class ChangesItsMind(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.should_stop = trainer.global_step == 2

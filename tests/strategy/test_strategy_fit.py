@@ -1,4 +1,4 @@
-"""Lightning's loops drive the link: when it starts, what a step is, what validation sees, how it ends."""
+"""Lightning's loops drive the link: its start, its steps, validation, and its end."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def test_fit_starts_steps_validates_and_ends_in_order(scenario, model, trainer_f
     trainer_for(max_steps=4, val_check_interval=2, num_sanity_val_steps=1).fit(model)
     val = ["evaluating", "training"]
     assert scenario.link.events == ["start", "step", "step", *val, "step", "step", "finish", "close"]
-    assert len(model.validated) == 3  # the last one is of what `fit` leaves
+    assert len(model.validated) == 3  # the last validation is of the parameters that `fit` leaves
     assert scenario.link.steps == [(BATCH_TOKENS, "tokens")] * 4
 
 
@@ -69,7 +69,7 @@ def test_accumulated_batches_make_one_step(scenario, model, trainer_for):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_parameters_equal_plain_training_until_the_end(scenario, model, trainer_for, precision):
-    """Clipping and a learning rate schedule included: nothing but the link is added to a step."""
+    """With clipping and a learning rate schedule: the link is the only addition to a step."""
 
     class Schedule(type(model)):
         def configure_optimizers(self):
@@ -106,7 +106,7 @@ def test_module_holds_the_drained_anchor_after_fit(scenario, model, trainer_for)
     assert model.head.weight is model.embedding.weight
 
 
-def test_validation_sees_the_anchor_and_training_goes_on_locally(scenario, model, trainer_for):
+def test_validation_sees_the_anchor_and_training_continues_with_local_parameters(scenario, model, trainer_for):
     start = model.body.weight.detach().clone()
     local = {}
 
@@ -125,12 +125,12 @@ def test_validation_sees_the_anchor_and_training_goes_on_locally(scenario, model
     assert torch.equal(last, start + 1)  # drained
 
 
-def test_validation_sees_local_parameters_if_asked(scenario, model, trainer_for):
+def test_validation_sees_local_parameters_with_evaluate_local(scenario, model, trainer_for):
     start = model.body.weight.detach().clone()
     strategy = DecoupledDiLoCoStrategy(evaluate="local")
     trainer_for(strategy=strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0).fit(model)
     assert not torch.equal(model.validated[0], start)
-    assert torch.equal(model.validated[1], start + 1)  # what `fit` leaves
+    assert torch.equal(model.validated[1], start + 1)  # the parameters that `fit` leaves
     assert scenario.link.events[2:4] == ["evaluating", "training"]
 
 
@@ -148,7 +148,7 @@ def test_manual_optimization_steps_once_per_training_step(scenario, trainer_for,
 
         def training_step(self, batch, batch_idx):
             self.manual_backward(self.loss(batch))
-            if batch_idx % 2:  # the batches before only accumulate
+            if batch_idx % 2:  # earlier batches only accumulate
                 for optimizer in self.optimizers():
                     optimizer.step()
             assert len(scenario.link.steps) == batch_idx // 2
@@ -170,7 +170,7 @@ def test_settles_after_the_last_backward_and_before_gradients_are_clipped(scenar
         def on_after_backward(self, trainer, pl_module):
             self.seen.append(("backward", scenario.link.num_settled))
 
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):  # clipping comes after it
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):  # clipping follows it
             self.seen.append(("update", scenario.link.num_settled))
 
     witness = Witness()
@@ -230,7 +230,7 @@ def test_tuners_need_no_link(scenario, model, trainer_for):
     assert scenario.made == []
 
 
-def test_tuner_in_the_midst_of_training_exchanges_nothing(scenario, model, trainer_for):
+def test_tuner_during_training_exchanges_nothing(scenario, model, trainer_for):
     class AfterOneEpoch(LearningRateFinder):
         def on_fit_start(self, trainer, pl_module): ...
 
@@ -317,7 +317,7 @@ def test_empty_parameters_are_not_exchanged(scenario, model, trainer_for):
     assert len(scenario.link.steps) == 2
 
 
-def test_metrics_go_to_the_loggers_beside_the_users(scenario, model, trainer_for, tmp_path):
+def test_metrics_are_logged_with_the_users_metrics(scenario, model, trainer_for, tmp_path):
     logger = CSVLogger(tmp_path)
     trainer_for(logger=logger, log_every_n_steps=2, limit_val_batches=0).fit(model)
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
@@ -330,7 +330,7 @@ def test_root_dir_is_that_of_the_trainer(scenario, model, trainer_for, tmp_path)
     assert scenario.link.root_dir == Path(tmp_path)
 
 
-def test_random_numbers_differ_between_learners_seeded_alike(scenario, trainer_for, model):
+def test_random_numbers_differ_between_learners_with_equal_seeds(scenario, trainer_for, model):
     noise = []
     for scenario.learner_id in ("l0", "l1", "l0"):
         L.seed_everything(3, verbose=False)
@@ -363,7 +363,7 @@ def test_a_strategy_holds_a_fit_only_while_it_trains(scenario, model, trainer_fo
     assert trainer.strategy.fleet_tokens == 0
 
 
-def test_the_link_is_closed_although_another_part_of_the_fit_cannot_be(scenario, model, trainer_for, monkeypatch):
+def test_the_link_is_closed_although_another_part_of_the_fit_fails_to_close(scenario, model, trainer_for, monkeypatch):
     really = LearnerCheckpointer.close
 
     def close(self):

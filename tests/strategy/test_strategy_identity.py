@@ -1,4 +1,4 @@
-"""A learner that joins without a name gets one that no other process of this machine has."""
+"""A learner that joins without a name gets a name that no other process of this machine has."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def _slots(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_option_wins_over_environment_wins_over_slot(monkeypatch):
+def test_option_precedes_environment_which_precedes_slot(monkeypatch):
     monkeypatch.setenv("DILOCO_LEARNER", "eve")
     assert learner_id(LearnerConfig(learner="ada", join=JOIN.format(run="a"))) == "ada"
     assert learner_id(LearnerConfig(join=JOIN.format(run="a"))) == "eve"
 
 
-def test_who_joins_nobody_has_no_id_yet():
+def test_a_learner_that_starts_its_own_run_has_no_id_yet():
     assert learner_id(LearnerConfig()) is None
 
 
-def test_an_empty_join_string_is_no_run_of_its_own(monkeypatch):
+def test_an_empty_join_string_does_not_start_a_new_run(monkeypatch):
     monkeypatch.setenv("DILOCO_JOIN", "")
     with pytest.raises(ConfigError, match="is empty"):
         learner_id(LearnerConfig())
@@ -69,7 +69,7 @@ def test_processes_get_different_slots_and_a_free_one_is_taken_again(tmp_path):
     assert [name.rpartition("-")[2] for name in names] == ["0", "1", "0"]
 
 
-def test_wrong_join_string_is_said_before_anything_is_moved(scenario, model, trainer_for, monkeypatch):
+def test_wrong_join_string_is_reported_before_any_path_is_changed(scenario, model, trainer_for, monkeypatch):
     monkeypatch.setenv("DILOCO_JOIN", "nonsense")
     trainer = trainer_for()
     with pytest.raises(ConfigError, match="diloco://"):
@@ -100,7 +100,7 @@ def test_after_a_fit_that_failed_another_one_may_begin(scenario, model, trainer_
     assert [link.events[-1] for link in scenario.made] == ["close", "close"]
 
 
-def test_a_run_directory_is_told_that_the_training_is_done(scenario, model, trainer_for, monkeypatch, tmp_path):
+def test_the_end_of_training_is_marked_in_the_run_directory(scenario, model, trainer_for, monkeypatch, tmp_path):
     (folder := tmp_path / "learners" / "l0").mkdir(parents=True)
     monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path))
     scenario.step_error = RuntimeError("out of memory")

@@ -1,7 +1,7 @@
-"""Models and optimizers nobody prepared for, with a real syncer: a learner alone trains as a plain Trainer does.
+"""Various models and optimizers with a real syncer: a single learner trains like a plain Trainer.
 
-What is merged is rounded to bfloat16, and what that loses stays in the parameters: so they agree up to a small part of
-what training moved them.
+Merged values are rounded to bfloat16, and the rounding error stays in the parameters. So the results agree up to a
+small part of the change by training.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.strategy.optimizers import Lookahead, ScheduleFree
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Swapping scheduler")]
 
-MAX_PART = 0.03  # of what training moved
+MAX_PART = 0.03  # share of the change by training
 
 
 class Losses(Callback):
-    """Of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -38,7 +38,7 @@ class Losses(Callback):
 
 @pytest.fixture
 def agree(trainer_for, tmp_path):
-    """Trains two modules built alike, one by a plain Trainer; returns both, and the run's summary."""
+    """Trains two equal modules, one by a plain Trainer; returns both, and the run's summary."""
 
     def run(
         kind: Any, callbacks: Any = lambda: [], batch_size: int = 4, **options: Any
@@ -106,7 +106,7 @@ def test_optimizers(agree, name):
 
 
 def test_lbfgs(agree):
-    """With all data in each batch, and small steps: its curvature amplifies whatever changes between two steps.
+    """Uses all data in each batch and small steps, because LBFGS amplifies changes between two steps.
 
     With lr=0.05, rounding to bfloat16 at a step where a landing may happen moves even a plain loop by 7 % (here: 1 %).
     """
@@ -119,7 +119,7 @@ def test_float64(agree):
 
 
 class ByHand(TinyModel):
-    """Two raw optimizers, one of which is not even the Trainer's."""
+    """Two raw optimizers, one of which the Trainer does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_lora(agree):
     assert found["tokens_seen"] % len(found["versions"]) == 0
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of itself
+@pytest.mark.filterwarnings("ignore")  # warnings of torch itself
 def test_compiled(agree):
     class Compiled(TinyModel):
         def __init__(self):

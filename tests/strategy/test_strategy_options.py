@@ -1,4 +1,4 @@
-"""Options are validated together; the bare strategy becomes the right class; the name is registered once."""
+"""Options are validated together; the public strategy becomes its final class; the name is registered once."""
 
 import sys
 
@@ -40,7 +40,7 @@ def test_options_are_keyword_only():
         DecoupledDiLoCoStrategy("auto", 24)
 
 
-def test_trainer_binds_the_bare_strategy_to_its_device(trainer_for):
+def test_trainer_binds_the_public_strategy_to_its_device(trainer_for):
     strategy = DecoupledDiLoCoStrategy()
     trainer = trainer_for(strategy=strategy)
     assert trainer.strategy is strategy

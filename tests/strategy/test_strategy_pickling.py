@@ -1,4 +1,4 @@
-"""A Trainer under this strategy can be copied and sent to other processes, and holds nothing of a run that is over."""
+"""A Trainer with this strategy can be copied and sent to other processes, and holds no object of a finished run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 class Data(L.LightningDataModule):
-    """Its loaders hold a method of it, and so the Trainer."""
+    """A datamodule whose loaders hold one of its methods, and so the Trainer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Data(L.LightningDataModule):
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_everything_can_be_copied_in_the_midst_of_training(scenario, model, trainer_for, how):
+def test_trainer_and_modules_can_be_copied_during_training(scenario, model, trainer_for, how):
     copied: list[str] = []
     callback = Copy(COPIES[how], copied)
     trainer_for(enable_progress_bar=True, limit_val_batches=0, callbacks=callback).fit(model, datamodule=Data())
@@ -53,7 +53,7 @@ def test_everything_can_be_copied_in_the_midst_of_training(scenario, model, trai
 
 
 class Copy(Callback):
-    """At step 2; what is copied belongs to no run, and the original goes on."""
+    """Copies at step 2. The copy belongs to no run, and the original continues."""
 
     def __init__(self, how: Callable[[Any], Any], copied: list[str]) -> None:
         self.how, self.copied = how, copied
@@ -74,14 +74,14 @@ class Copy(Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
-def test_workers_that_are_no_forks_load_the_data(scenario, model, trainer_for, start):
+def test_spawned_workers_load_the_data(scenario, model, trainer_for, start):
     trainer = trainer_for(max_steps=8, limit_val_batches=0)  # more than an epoch
     trainer.fit(model, datamodule=Data(num_workers=1, multiprocessing_context=start))
     assert len(scenario.link.steps) == 8
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_trainer_holds_nothing_of_a_run_that_is_over(scenario, model, trainer_for, fails):
+def test_a_trainer_holds_no_object_of_a_finished_run(scenario, model, trainer_for, fails):
     class Fail(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if fails:

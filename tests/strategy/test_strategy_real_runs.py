@@ -1,6 +1,6 @@
-"""Lightning drives the real link to a real syncer process: everything users do, at the smallest size.
+"""Lightning drives the real link to a real syncer process: common uses, at the smallest size.
 
-After each test no syncer is left: `runs` waits for that.
+After each test, `runs` waits until no syncer is left.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.strategy.conftest import LENGTH
 
 pytestmark = pytest.mark.slow
 
-GONE_WITHIN_S = 10.0  # it takes 2 s; a busy machine takes longer
+GONE_WITHIN_S = 10.0  # 2 s on an idle machine
 BATCH_TOKENS = 4 * LENGTH
 
 
 class Runs:
-    """The runs that were started below a folder, oldest first."""
+    """The runs that were started below a folder, the oldest first."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -70,7 +70,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def fit(runs, trainer_for):
-    """Fits with few fragments that are due often, so that a few steps exchange something."""
+    """Fits with few fragments that are due often, so that a few steps are enough for exchanges."""
 
     def run(model, ckpt_path=None, **options):
         strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=2, overlap=1)
@@ -86,7 +86,7 @@ def val_loss(model) -> float:
         return model.loss(next(iter(model.val_dataloader()))).item()
 
 
-def test_bare_name_trains_and_leaves_the_anchor_and_a_summary(runs, model, trainer_for):
+def test_the_strategy_name_trains_and_leaves_the_anchor_and_a_summary(runs, model, trainer_for):
     trainer = trainer_for(max_steps=30)
     trainer.fit(model)
     assert trainer.global_step == 30
@@ -137,7 +137,7 @@ def test_trainer_options_work(runs, fit, model, options):
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
 def test_checkpoints_and_early_stopping_work(runs, fit, model, trainer_for, tmp_path):
     keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_last=True, filename="best")
-    stop = EarlyStopping("val_loss", patience=1, min_delta=1e9)  # nothing is an improvement
+    stop = EarlyStopping("val_loss", patience=1, min_delta=1e9)  # no value is an improvement
     trainer = fit(
         model, max_steps=100, val_check_interval=2, enable_checkpointing=True, callbacks=[keep, stop],
         num_sanity_val_steps=0,
@@ -149,7 +149,7 @@ def test_checkpoints_and_early_stopping_work(runs, fit, model, trainer_for, tmp_
     assert found[0]["val_loss"] == pytest.approx(keep.best_model_score.item())
 
 
-def test_resumed_alone_a_learner_goes_on_where_it_was(runs, fit, model, tmp_path):
+def test_a_learner_that_resumes_alone_continues_at_its_position(runs, fit, model, tmp_path):
     saved = {}
 
     class Save(Callback):
@@ -171,7 +171,7 @@ def test_resumed_alone_a_learner_goes_on_where_it_was(runs, fit, model, tmp_path
     assert [s["tokens_seen"] for s in runs.summaries()] == [12 * BATCH_TOKENS * 2, 6 * BATCH_TOKENS * 2]
 
 
-def test_what_does_not_train_starts_no_syncer(runs, model, trainer_for):
+def test_verbs_that_do_not_train_start_no_syncer(runs, model, trainer_for):
     trainer_for(fast_dev_run=True).fit(model)
     trainer = trainer_for()
     trainer.validate(model, verbose=False)
@@ -238,7 +238,7 @@ def test_fits_of_one_process_are_runs_of_their_own(runs, fit, model):
 
 
 class KillSyncer(Callback):
-    """At step 6, with SIGKILL; keeps the last parameters of training."""
+    """Kills the syncer with SIGKILL at step 6; keeps the last parameters of training."""
 
     def __init__(self, runs: Runs, then: Callable[[], object] = lambda: None) -> None:
         self._runs, self._then = runs, then
@@ -251,7 +251,7 @@ class KillSyncer(Callback):
         self.weight = pl_module.body.weight.detach().clone()
 
 
-def test_a_killed_syncer_comes_back_and_nothing_is_lost(runs, fit, model):
+def test_a_killed_syncer_is_restarted_and_nothing_is_lost(runs, fit, model):
     fit(model, max_steps=18, callbacks=KillSyncer(runs))
     summary = runs.summary
     assert summary["status"] == "finished"
@@ -278,7 +278,7 @@ def test_a_run_is_read_and_exported_in_python(fit, model, runs, tmp_path) -> Non
     history = lightning_diloco.run_history(run_dir)
     assert history.events["event"].to_pylist() == ["join", "leave"]
     assert history.summary["fleet_tokens"] == 12 * BATCH_TOKENS
-    assert max(history.progress["fleet_tokens"].to_pylist(), default=0) <= 12 * BATCH_TOKENS  # notes are rare
+    assert max(history.progress["fleet_tokens"].to_pylist(), default=0) <= 12 * BATCH_TOKENS  # progress notes are rare
     assert set(history.commits["fragment"].to_pylist()) == {0, 1}
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.nn.init.zeros_(next(model.parameters()))

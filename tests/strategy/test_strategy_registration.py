@@ -1,4 +1,4 @@
-"""The name is known whichever is imported first, and importing the package loads nothing heavy."""
+"""The name is known in any order of imports, and importing the package loads no large library."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def stand_in(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["lightning_diloco", "lightning_diloco.cli.main", "lightning_diloco.strategy"])
-def test_importing_loads_nothing_heavy(name: str) -> None:
+def test_importing_loads_no_large_library(name: str) -> None:
     assert python(f"import {name}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
 
 
 @pytest.mark.seconds
-def test_the_syncer_needs_torch_and_the_wire_only() -> None:
+def test_the_syncer_imports_only_torch_and_the_transport() -> None:
     code = f"import lightning_diloco.syncer.process; print(sorted({set(HEAVY)!r} & set(sys.modules)))"
     assert python(code) == "['numpy', 'pyarrow', 'torch']"
 
@@ -68,7 +68,7 @@ def test_the_name_is_known_in_any_order(stand_in: Path, imports: str) -> None:
     assert python(imports + SHOW, stand_in) == "['decoupled_diloco', 'other']"
 
 
-def test_nothing_but_the_finder_for_the_other_package_is_left_in_the_import_system(stand_in: Path) -> None:
+def test_only_the_finder_for_the_other_package_stays_in_the_import_system(stand_in: Path) -> None:
     code = "before = list(sys.meta_path); import lightning_diloco, lightning, pytorch_lightning.strategies as other; "
     code += "left = [type(it).__name__ for it in sys.meta_path if it not in before]; "
     assert python(f"{code}print(left, sorted(other.StrategyRegistry))", stand_in) == (
@@ -76,7 +76,7 @@ def test_nothing_but_the_finder_for_the_other_package_is_left_in_the_import_syst
     )
 
 
-def test_without_lightning_the_import_fails_as_ever(tmp_path: Path) -> None:
+def test_without_lightning_its_import_fails_normally(tmp_path: Path) -> None:
     (tmp_path / "lightning").mkdir()
     (tmp_path / "lightning" / "__init__.py").touch()
     code = "import lightning_diloco\ntry:\n  import lightning.pytorch.strategies\nexcept ImportError as e:\n  print(e)"
@@ -91,7 +91,7 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
     assert set(lightning_diloco.__all__) <= set(dir(lightning_diloco))
 
 
-def test_accelerators_go_by_their_own_names() -> None:
+def test_accelerators_are_registered_by_their_names() -> None:
     for name, (module, made, _) in ACCELERATORS.items():
         assert getattr(importlib.import_module(module), made).name() == name
 

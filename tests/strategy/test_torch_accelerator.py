@@ -17,7 +17,7 @@ from lightning_diloco.strategy.backends.torch_accelerator import TorchAccelerato
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A machine with four devices of a type for which Lightning has no class; the process has the third."""
+    """A machine with four devices of a type for which Lightning has no class; the current device is the third."""
     found = {
         "current_accelerator": lambda: torch.device("xpu"),
         "is_available": lambda: True,
@@ -34,14 +34,14 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> str:
     [(1, [2]), ("1", [2]), (4, [0, 1, 2, 3]), (-1, [0, 1, 2, 3]), ([3], [3]), ("1,3", [1, 3]), ("-1", [0, 1, 2, 3])],
 )
 @pytest.mark.usefixtures("kind")
-def test_wanted_devices(devices: int | str | list[int], indices: list[int]) -> None:
+def test_requested_devices_are_parsed(devices: int | str | list[int], indices: list[int]) -> None:
     assert TorchAccelerator.parse_devices(devices) == indices
     assert TorchAccelerator.get_parallel_devices(indices) == [torch.device("xpu", k) for k in indices]
 
 
 @pytest.mark.parametrize("devices", [0, 5, -2, [4], [1, 1], [], "all", ""])
 @pytest.mark.usefixtures("kind")
-def test_devices_that_are_not_there_are_refused(devices: int | str | list[int]) -> None:
+def test_missing_devices_are_refused(devices: int | str | list[int]) -> None:
     with pytest.raises(ConfigError, match=r"must be a number from 1 to 4, the number of xpu devices here"):
         TorchAccelerator.parse_devices(devices)
 
@@ -60,16 +60,16 @@ def test_a_machine_without_an_accelerator_is_refused(accelerator: str, monkeypat
 
 
 @pytest.mark.usefixtures("kind")
-def test_only_tpus_are_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tpus_count_as_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TorchAccelerator.is_available()
     assert not TorchTPUAccelerator.is_available()
-    tpu = SimpleNamespace(type="tpu")  # torch knows the type only where torch_tpu is installed
+    tpu = SimpleNamespace(type="tpu")  # torch knows the type only if torch_tpu is installed
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: tpu)
     assert TorchTPUAccelerator.is_available()
 
 
 @pytest.mark.usefixtures("kind")
-def test_each_rank_has_the_first_chip_that_its_process_sees() -> None:
+def test_each_rank_uses_the_first_chip_of_its_process() -> None:
     assert TorchTPUAccelerator.parse_devices(4) == TorchTPUAccelerator.parse_devices("-1") == [0, 0, 0, 0]
     with pytest.raises(ConfigError, match=r"devices=\[1\]: must be a number of chips.*TPU_VISIBLE_CHIPS"):
         TorchTPUAccelerator.parse_devices([1])

@@ -1,6 +1,6 @@
-"""A learner on chips of the stand-in for TorchTPU (`tests/devices/fake_tpu.py`); each rank writes what it found.
+"""A learner on chips of the stand-in for TorchTPU (`tests/devices/fake_tpu.py`); each rank writes its results.
 
-`python -m tests.strategy.backends.chips_trainer --devices 2 --steps 100`, in a folder of its own.
+`python -m tests.strategy.backends.chips_trainer --devices 2 --steps 100`, in a separate folder.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Times(torch.nn.Module):
 
 
 class Scale(L.LightningModule):
-    """Learns to multiply by three. Each rank sees other numbers."""
+    """Learns to multiply by three. Each rank reads different numbers."""
 
     def __init__(self, is_sharded: bool) -> None:
         super().__init__()
         self.is_sharded = is_sharded
 
     def configure_model(self) -> None:
-        """On the meta device if it is sharded: a parameter of this device cannot change its memory."""
+        """Build sharded layers on the meta device, because a parameter of this device cannot change its memory."""
         if hasattr(self, "net"):
             return
         with torch.device("meta" if self.is_sharded else "cpu"):
@@ -72,7 +72,7 @@ class Scale(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Say which process trains."""
+        """Record the process id."""
         if self.global_step == 20:
             Path(f"training-{self.global_rank}").write_text(str(os.getpid()))
 

@@ -1,4 +1,4 @@
-"""Several devices get a final class of their own; `inner=` chooses it, and bad ones are refused at once."""
+"""Several devices have their own final class; `inner=` chooses it, and invalid values are refused at once."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def test_several_devices_are_one_learner_with_ddp_inside(trainer_for):
     assert isinstance(trainer.strategy.accelerator, CPUAccelerator)
 
 
-def test_inner_object_gives_its_options(trainer_for):
+def test_options_of_the_inner_object_are_used(trainer_for):
     strategy = DecoupledDiLoCoStrategy(DDPStrategy(find_unused_parameters=True, start_method="spawn"), sync_every=12)
     trainer = trainer_for(strategy=strategy, devices=2, num_nodes=3)
     assert trainer.strategy is strategy
@@ -63,12 +63,12 @@ def test_inner_from_yaml_class_path(tmp_path, monkeypatch):
     ],
     ids=["accelerator", "devices", "deepspeed", "name", "none"],
 )
-def test_inner_that_cannot_work_is_refused(inner, said):
+def test_invalid_inner_strategies_are_refused(inner, said):
     with pytest.raises(ConfigError, match=said):
         DecoupledDiLoCoStrategy(inner)
 
 
-def test_inner_that_shards_gets_a_class_of_its_own(trainer_for):
+def test_a_sharding_inner_strategy_has_its_own_class(trainer_for):
     trainer = trainer_for(
         strategy=DecoupledDiLoCoStrategy(ModelParallelStrategy(2, 1)), devices=2, precision="bf16-true"
     )
@@ -93,7 +93,7 @@ def test_mesh_that_does_not_fit_the_devices_is_refused(sizes, devices, num_nodes
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 2), (2, 1)], ids=["auto", "tensor", "data"])
-def test_mesh_that_fits_is_taken(sizes, trainer_for):
+def test_mesh_that_fits_is_accepted(sizes, trainer_for):
     strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(*sizes))
     assert trainer_for(strategy=strategy, devices=2).strategy is strategy
 
@@ -109,12 +109,12 @@ def test_mesh_that_fits_is_taken(sizes, trainer_for):
     ],
     ids=["whole", "hybrid", "offloaded", "flat", "accelerator"],
 )
-def test_fsdp_that_cannot_work_is_refused(options, said):
+def test_invalid_options_of_fsdp_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         DecoupledDiLoCoStrategy(FSDPStrategy(**options))
 
 
-def test_fsdp_gets_a_class_of_its_own_that_needs_no_gpu(trainer_for):
+def test_fsdp_has_its_own_class_which_needs_no_gpu(trainer_for):
     trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(FSDPStrategy()), devices=2, precision="bf16-mixed")
     assert type(trainer.strategy) is FSDPDiLoCo
     assert isinstance(trainer.strategy, FSDPStrategy)
@@ -137,13 +137,13 @@ def test_fsdp_on_one_device_is_refused(trainer_for):
 
 @pytest.mark.parametrize("align", ["overwrite", "blend"])
 @pytest.mark.parametrize("kind", SHARDING)
-def test_alignment_that_needs_a_residual_is_refused_where_the_model_is_sharded(kind, align, trainer_for):
+def test_alignment_that_needs_a_residual_is_refused_with_a_sharded_model(kind, align, trainer_for):
     with pytest.raises(ConfigError, match=rf"align='{align}' with inner={kind.__name__}\(\): must be 'carry'"):
         trainer_for(strategy=DecoupledDiLoCoStrategy(kind(), align=align), devices=2)
     assert trainer_for(strategy=DecoupledDiLoCoStrategy(DDPStrategy(), align=align), devices=2)
 
 
-def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(trainer_for, model, monkeypatch):
+def test_externally_started_ranks_without_a_name_are_refused(trainer_for, model, monkeypatch):
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
@@ -152,5 +152,5 @@ def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(
         trainer.fit(model)
 
 
-def test_a_sound_inner_has_no_problems():
+def test_a_valid_inner_strategy_has_no_problems():
     assert [problems(inner) for inner in ("auto", DDPStrategy(), *(kind() for kind in SHARDING))] == [[]] * 4

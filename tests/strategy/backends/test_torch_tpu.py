@@ -1,4 +1,4 @@
-"""`Trainer(accelerator="torch_tpu", devices=2)`: ranks on chips of a stand-in, and the stand-in beside the wheel."""
+"""`Trainer(accelerator="torch_tpu", devices=2)`: ranks on chips of a stand-in, which is compared with the wheel."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Host:
         return [int(path.read_text()) for path in paths]
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What the ranks have written, in order."""
+        """Return the results of the ranks, in order."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank-*.json"))]
 
 
@@ -93,7 +93,7 @@ def test_two_chips_share_a_model(host: Host) -> None:
 
 
 @needs_stand_in
-def test_one_chip_needs_no_other_process(host: Host) -> None:
+def test_one_chip_needs_no_additional_process(host: Host) -> None:
     learner = host.start("--devices", "1")
     output = ended(learner)
     assert learner.returncode == 0, output
@@ -102,7 +102,7 @@ def test_one_chip_needs_no_other_process(host: Host) -> None:
 
 
 @needs_stand_in
-def test_control_a_chip_that_the_first_process_uses_is_not_there_for_a_rank(host: Host) -> None:
+def test_control_a_chip_that_the_first_process_uses_is_not_available_to_a_rank(host: Host) -> None:
     learner = host.start("--touch")
     output = ended(learner)
     assert learner.returncode == 1
@@ -124,7 +124,7 @@ def test_ranks_of_torchrun(host: Host) -> None:
 
 
 @needs_stand_in
-def test_a_rank_is_killed(host: Host) -> None:
+def test_a_killed_rank_ends_the_learner(host: Host) -> None:
     learner = host.start("--steps", "-1")
     pids = host.until_all_train()
     assert learner.pid not in pids
@@ -153,7 +153,7 @@ def test_sigterm_reaches_the_ranks(host: Host) -> None:
         (("--inner", "spawn"), "inner with start_method='spawn' on tpu: must be 'popen'"),
     ],
 )
-def test_what_cannot_work_is_refused(host: Host, options: tuple[str, ...], problem: str) -> None:
+def test_invalid_devices_and_options_are_refused(host: Host, options: tuple[str, ...], problem: str) -> None:
     learner = host.start(*options)
     output = ended(learner)
     assert learner.returncode == 1
@@ -172,7 +172,7 @@ class Wheel:
         return self._files.read(f"torch_tpu/{name}").decode()
 
     def functions(self, name: str) -> dict[str, ast.FunctionDef]:
-        """Functions of a source file by name; of several, the last."""
+        """Return the functions of a source file by name; of several with one name, the last."""
         return {it.name: it for it in ast.walk(ast.parse(self.text(name))) if isinstance(it, ast.FunctionDef)}
 
 
@@ -184,7 +184,7 @@ def wheel() -> Wheel:
 
 
 def internal(function: ast.FunctionDef) -> str | None:
-    """What the wheel says to use instead of a function, if it may be called by torch only."""
+    """Return the replacement that the wheel names for a function that only torch may call."""
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and getattr(decorator.func, "attr", "") == "internal_or_experimental":
             return next(it.value.value for it in decorator.keywords if it.arg == "prefer")  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ def test_the_stand_in_is_as_strict_as_the_wheel(wheel: Wheel) -> None:
         assert list(inspect.signature(getattr(fake_tpu, name)).parameters) == arguments, name
 
 
-def test_ranks_are_launched_as_the_wheel_wants_it(wheel: Wheel) -> None:
+def test_ranks_are_launched_as_the_wheel_requires(wheel: Wheel) -> None:
     launch = wheel.functions("_internal/distributed/distributed.py")["set_tpu_launch_env"].args
     assert not launch.args
     ours = inspect.signature(fake_tpu.set_tpu_launch_env).parameters.values()

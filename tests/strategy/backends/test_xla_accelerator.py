@@ -1,4 +1,4 @@
-"""What is said about an environment that XLA cannot work in; torch_xla is not needed for that."""
+"""Errors about an environment in which XLA cannot work; these tests do not need torch_xla."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_torch_of_another_version_is_refused_before_torch_xla_is_imported(monkey
     assert not {name for name in set(sys.modules) - before if name.startswith("torch_xla")}
 
 
-def test_platform_may_be_left_to_torch_xla_by_the_accelerator_of_tpus(monkeypatch):
+def test_the_accelerator_for_tpus_may_leave_the_platform_to_torch_xla(monkeypatch):
     installed(monkeypatch, torch="2.9.1", torch_xla="2.9.0")
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     check_environment(needs_platform=False)
 
 
-def test_name_leads_to_the_reason_and_not_to_an_import_error(monkeypatch):
+def test_the_accelerator_name_gives_the_reason_instead_of_an_import_error(monkeypatch):
     installed(monkeypatch, torch="2.13.0")
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'lightning-diloco\[xla\]'"):

@@ -1,4 +1,4 @@
-"""Learners whose steps are faster than leases arrive: the real links, syncer and lease table, in one process."""
+"""Learners whose steps are faster than leases arrive, with real links, syncer and lease table in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Numbers:
 
 
 def train(learner: Learner) -> None:
-    """Make steps as fast as they can be made."""
+    """Make steps as fast as possible."""
     learner.join()
     batches = RangeBatches(Numbers(), learner.link.lease(Numbers.catalogue), batch_size=BATCH_SIZE)
     loader = RangeLoader(batches, collate=torch.Tensor.tolist)

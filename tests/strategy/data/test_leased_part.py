@@ -34,7 +34,7 @@ def epoch_of(ranges, epoch):
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 def test_all_learners_draw_the_same_order_without_the_global_generator(make):
     orders = []
-    for seed in (1, 2):  # scripts may seed their learners differently
+    for seed in (1, 2):  # learners may have different seeds
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         ranges = ShuffledRanges(make(), 5)
@@ -53,7 +53,7 @@ def test_an_epoch_has_each_sample_once(name):
     assert sorted(epoch_of(ShuffledRanges(sampler, 5), 0)) == ITEMS[: len(sampler)]
 
 
-def test_a_lease_leaves_out_what_is_merged():
+def test_a_lease_leaves_out_merged_samples():
     ranges = ShuffledRanges(RandomSampler(ITEMS), 5)
     whole, _ = ranges.read(Lease(0, 3, 0, 7))
     rest, is_last = ranges.read(Lease(0, 3, 0, 7, skip=9))
@@ -62,7 +62,7 @@ def test_a_lease_leaves_out_what_is_merged():
 
 
 class Stateful(DataLoader):
-    """Keeps its own position, as torchdata's loader does."""
+    """A loader that keeps its own position, like torchdata's."""
 
     def load_state_dict(self, state):
         raise NotImplementedError
@@ -89,7 +89,7 @@ def test_loaders_that_torch_shuffles_are_leased(loader, is_leased):
 
 @pytest.fixture
 def leases(monkeypatch):
-    """Small data are leased, too, from a run with one learner; returns the catalogues that it asked for."""
+    """Lease small data, too, from a run with one learner; return the requested catalogues."""
     asked = []
 
     def lease(link, catalogue):
@@ -104,7 +104,7 @@ def leases(monkeypatch):
     return asked
 
 
-def test_an_epoch_is_as_long_as_a_part_and_the_next_one_goes_on(scenario, model, trainer_for, leases):
+def test_an_epoch_is_as_long_as_a_part_and_the_next_one_continues(scenario, model, trainer_for, leases):
     scenario.data_part = (1, 2)
     trainer_for(max_steps=-1, max_epochs=4, limit_val_batches=0).fit(model)
     ranges = ShuffledRanges(RandomSampler(Sequences()), 0)
@@ -127,7 +127,7 @@ def test_batches_that_were_not_trained_come_first_in_the_next_epoch(scenario, mo
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
-def test_data_that_must_stay_the_same_is_not_leased(scenario, model, trainer_for, leases, options):
+def test_loaders_that_the_trainer_may_not_change_are_not_leased(scenario, model, trainer_for, leases, options):
     scenario.data_part = (0, 2)
     trainer_for(max_steps=4, limit_val_batches=0, **options).fit(model)
     assert not leases
@@ -156,8 +156,8 @@ def test_samples_of_several_loaders_stay_together(scenario, model, trainer_for, 
     assert all(one == other for one, other in pairs)
 
 
-def test_a_leased_loader_is_used_again_in_the_fit_that_follows(scenario, model, trainer_for, leases):
-    """A CombinedLoader of the user keeps our copy of its loader."""
+def test_a_leased_loader_is_used_again_in_the_next_fit(scenario, model, trainer_for, leases):
+    """A CombinedLoader of the user keeps the strategy's copy of its loader."""
     from lightning.pytorch.utilities import CombinedLoader
 
     scenario.data_part = (0, 2)
@@ -175,8 +175,8 @@ def test_a_leased_loader_is_used_again_in_the_fit_that_follows(scenario, model, 
     assert len(leases) == 2
 
 
-def test_leases_are_asked_for_when_training_begins(scenario, model, trainer_for, leases):
-    """A schedule asks for the length before that."""
+def test_leases_are_requested_when_training_begins(scenario, model, trainer_for, leases):
+    """A schedule asks for the length earlier."""
     scenario.data_part = (0, 2)
     when = []
     model.setup = lambda stage=None: when.append((model.trainer.estimated_stepping_batches, len(leases)))

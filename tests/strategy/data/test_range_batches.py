@@ -1,4 +1,4 @@
-"""Batches cut from leased ranges: in order, across borders, each counted when it was trained with."""
+"""Batches cut from leased ranges: in order, across borders, each counted when it was trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANGE_SIZE = 4
 
 
 class Numbers:
-    """Sources of so many numbers; source s begins with 100 s."""
+    """Sources of this number of values; source s begins with 100 s."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
@@ -38,7 +38,7 @@ class Numbers:
 
 
 class Desk(LeaseClient):
-    """The real one, on leases given by hand."""
+    """The real desk, on leases that the test grants."""
 
     def __init__(self, *leases: Lease) -> None:
         self.lessee, self.is_online, self.num_asked = LeaseHolder(drops=False), False, 0
@@ -71,7 +71,7 @@ def loader_of(made: list[RangeLoader], ranges: Numbers, desk: Desk | OwnOrder, b
     return made[-1]
 
 
-def test_batches_cross_the_borders_of_ranges_and_say_so(made: list[RangeLoader]) -> None:
+def test_batches_cross_the_borders_of_ranges_and_have_a_piece_for_each(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 2, 1))
     loader = loader_of(made, Numbers(12), desk)
     assert list(islice(loader, 4)) == [[0, 1, 2], [3, 8, 9], [10, 11, 4], [5, 6, 7]]
@@ -81,7 +81,7 @@ def test_batches_cross_the_borders_of_ranges_and_say_so(made: list[RangeLoader])
     assert desk.collect() == ()
 
 
-def test_what_was_handed_out_but_not_trained_with_comes_again(made: list[RangeLoader]) -> None:
+def test_a_batch_that_was_handed_out_but_not_trained_comes_again(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 1, 2))
     loader = loader_of(made, Numbers(12), desk)
     assert list(islice(loader, 3)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
@@ -91,7 +91,7 @@ def test_what_was_handed_out_but_not_trained_with_comes_again(made: list[RangeLo
     assert sum(piece.samples for piece in desk.collect()) == 3
 
 
-def test_a_range_that_was_taken_away_is_not_read_on(made: list[RangeLoader]) -> None:
+def test_a_range_whose_lease_is_gone_is_not_read_further(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 1, 2))
     loader = loader_of(made, Numbers(12), desk, batch_size=2)
     assert next(iter(loader)) == [0, 1]
@@ -100,7 +100,7 @@ def test_a_range_that_was_taken_away_is_not_read_on(made: list[RangeLoader]) -> 
     assert next(iter(loader)) == [4, 5]
 
 
-def test_the_end_of_a_source_is_told_at_once_and_ranges_beyond_it_are_empty(made: list[RangeLoader]) -> None:
+def test_the_end_of_a_source_is_reported_at_once_and_ranges_beyond_it_are_empty(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 1, 2, 3), Lease(5, 1, 0, 0))
     loader = loader_of(made, Numbers(6), desk)
     assert list(islice(loader, 3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
@@ -109,7 +109,7 @@ def test_the_end_of_a_source_is_told_at_once_and_ranges_beyond_it_are_empty(made
     assert next(iter([lease for lease in [desk.take()] if lease]), None) is None
 
 
-def test_without_leases_a_learner_reads_on_where_it_has_not_read_and_that_is_counted(
+def test_without_leases_a_learner_reads_unread_data_and_these_tokens_are_counted(
     made: list[RangeLoader], caplog: pytest.LogCaptureFixture
 ) -> None:
     desk = Desk(*leases(0, 1))
@@ -126,7 +126,7 @@ def test_without_leases_a_learner_reads_on_where_it_has_not_read_and_that_is_cou
 
 
 @pytest.mark.parametrize("num_ranges", [None, 6], ids=["a stream", "a data set"])
-def test_a_long_outage_goes_through_the_data_epoch_by_epoch(made: list[RangeLoader], num_ranges: int | None) -> None:
+def test_a_long_outage_reads_the_data_epoch_by_epoch(made: list[RangeLoader], num_ranges: int | None) -> None:
     numbers, desk = Numbers(24, 24), Desk(*leases(0, 1))
     numbers.catalogue = Catalogue("numbers", 2, num_ranges)
     loader = loader_of(made, numbers, desk, batch_size=4)
@@ -146,9 +146,7 @@ def test_learners_that_are_cut_off_together_read_different_data() -> None:
     assert [len(each) for each in chosen] == [50] * 3
 
 
-def test_the_first_range_is_waited_for_but_not_forever(
-    made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_for_the_first_range_is_limited(made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_client, "FIRST_S", 0.01)
     with pytest.raises(JoinError, match="leased no data"):
         next(iter(loader_of(made, Numbers(12), Desk())))
@@ -165,7 +163,7 @@ def test_a_first_batch_larger_than_the_first_leases_waits_for_more(made: list[Ra
 
 
 def grant_when_awaited(desk: Desk, more: list[Lease]) -> None:
-    """Give them to a reader that has taken all there is, and waits."""
+    """Grant leases to a reader that has used up its leases and waits."""
     until_s = time.monotonic() + 60.0
     while not desk._changed._waiters and time.monotonic() < until_s:  # type: ignore[attr-defined]
         time.sleep(0.001)
@@ -174,9 +172,7 @@ def grant_when_awaited(desk: Desk, more: list[Lease]) -> None:
         desk._changed.notify_all()
 
 
-def test_leases_that_do_not_come_hold_up_no_more_than_the_start(
-    made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_leases_delay_only_the_start(made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges_module, "START_S", 0.01)
     desk = Desk(*leases(0))
     loader = loader_of(made, Numbers(12), desk, batch_size=6)
@@ -186,14 +182,14 @@ def test_leases_that_do_not_come_hold_up_no_more_than_the_start(
 
 
 def started(made: list[RangeLoader], desk: Desk) -> Iterator[list[int]]:
-    """A learner that has trained on all of its leases."""
+    """Return a learner that has trained on all of its leases."""
     batches = iter(loader := loader_of(made, Numbers(40), desk, batch_size=4))
     assert next(batches) == [0, 1, 2, 3]
     loader.trained(4)
     return batches
 
 
-def test_leases_that_have_run_out_are_requested_at_once_and_waited_for(made: list[RangeLoader]) -> None:
+def test_a_learner_without_leases_requests_them_at_once_and_waits(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0))
     desk.is_online = True
     batches, num_asked = started(made, desk), desk.num_asked
@@ -204,7 +200,7 @@ def test_leases_that_have_run_out_are_requested_at_once_and_waited_for(made: lis
     assert desk.num_asked > num_asked
 
 
-def test_a_syncer_that_has_none_to_give_is_not_waited_for(made: list[RangeLoader]) -> None:
+def test_a_learner_does_not_wait_for_a_syncer_without_leases(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0))
     desk.is_online = True
     batches = started(made, desk)
@@ -215,7 +211,7 @@ def test_a_syncer_that_has_none_to_give_is_not_waited_for(made: list[RangeLoader
     assert time.monotonic() - began_s < ranges_module.ANSWER_S
 
 
-def test_a_syncer_that_is_silent_is_waited_for_once(made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_waits_once_for_a_silent_syncer(made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges_module, "ANSWER_S", 0.01)
     desk = Desk(*leases(0))
     desk.is_online = True
@@ -233,7 +229,7 @@ def test_a_syncer_that_is_silent_is_waited_for_once(made: list[RangeLoader], mon
     assert desk.waits[0] >= 0.01
 
 
-def test_a_syncer_that_cannot_be_reached_any_more_is_not_waited_for(made: list[RangeLoader]) -> None:
+def test_a_learner_does_not_wait_for_an_unreachable_syncer(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0))
     desk.is_online = True
     batches = started(made, desk)
@@ -243,14 +239,14 @@ def test_a_syncer_that_cannot_be_reached_any_more_is_not_waited_for(made: list[R
     goes.join()
 
 
-def test_an_error_of_reading_reaches_the_training_thread(made: list[RangeLoader]) -> None:
+def test_a_read_error_is_raised_in_the_training_thread(made: list[RangeLoader]) -> None:
     ranges = Numbers(12)
     ranges.read = lambda lease: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         next(iter(loader_of(made, ranges, Desk(*leases(0)))))
 
 
-def test_an_iteration_of_known_length_ends_and_the_next_goes_on(made: list[RangeLoader]) -> None:
+def test_an_iteration_of_known_length_ends_and_the_next_one_continues(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 1, 2))
     batches = RangeBatches(Numbers(12), desk, batch_size=2)
     loader = SizedRangeLoader(batches, num_batches=2, collate=torch.Tensor.tolist)
@@ -288,7 +284,7 @@ def test_parts_of_an_own_order_are_disjoint_complete_and_none_is_without_data(pa
 
 
 @pytest.mark.parametrize("num_trained", range(1, 9))
-def test_an_own_order_goes_on_at_its_position(made: list[RangeLoader], num_trained: int) -> None:
+def test_an_own_order_continues_at_its_position(made: list[RangeLoader], num_trained: int) -> None:
     ranges, order = Numbers(6, 3), OwnOrder(2)
     everything = list(islice(loader_of(made, ranges, OwnOrder(2), batch_size=2), 12))
     loader = loader_of(made, ranges, order, batch_size=2)

@@ -1,4 +1,4 @@
-"""Leased ranges dealt to the ranks of a learner: disjoint, complete, as many batches each, counted once."""
+"""Leased ranges dealt to the ranks of a learner: disjoint, complete, with equal numbers of batches, counted once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.strategy.data.test_range_batches import RANGE_SIZE, Desk, Numbers, le
 
 
 class Table(BatchScatter):
-    """Between threads in place of processes."""
+    """A scatter between threads instead of processes."""
 
     def __init__(self, size: int) -> None:
         self.num_shares, self.queues = size, [queue.SimpleQueue[torch.Tensor]() for _ in range(size)]
@@ -30,14 +30,14 @@ class Table(BatchScatter):
         return own
 
     def of(self, rank: int) -> Table:
-        """What this rank sees of it."""
+        """Return this rank's end."""
         seen = Table(self.num_shares)
         seen.take = lambda: self.queues[rank].get(timeout=60.0)  # type: ignore[method-assign]
         return seen
 
 
 class Learner:
-    """The loaders of all its ranks."""
+    """The loaders of all ranks of a learner."""
 
     def __init__(self, ranges: Numbers, desk: Desk, *, size: int, batch_size: int) -> None:
         table = Table(size)
@@ -47,7 +47,7 @@ class Learner:
         self.batches = [iter(loader) for loader in self.loaders]
 
     def step(self) -> list[list[int]]:
-        """Train with a batch on each rank."""
+        """Train on a batch on each rank."""
         now = [next(batches) for batches in self.batches]
         for loader, rows in zip(self.loaders, now, strict=True):
             loader.trained(len(rows))
@@ -65,12 +65,12 @@ class Learner:
     tail=st.integers(1, RANGE_SIZE),
     data=st.data(),
 )
-def test_ranks_share_out_what_one_process_would_read(
+def test_ranks_divide_the_samples_that_one_process_would_read(
     size: int, batch_size: int, num_ranges: int, tail: int, data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(num_ranges)))
     numbers = Numbers((num_ranges - 1) * RANGE_SIZE + tail)
-    num_steps = numbers.sizes[0] // (size * batch_size)  # whatever is left over is less than a batch
+    num_steps = numbers.sizes[0] // (size * batch_size)  # the rest is less than a batch
     desk, alone = Desk(*leases(*order)), RangeBatches(numbers, Desk(*leases(*order)), batch_size=size * batch_size)
     learner = Learner(numbers, desk, size=size, batch_size=batch_size)
     try:
@@ -92,9 +92,7 @@ def test_ranks_share_out_what_one_process_would_read(
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(2, 4), batch_size=st.integers(1, 3), gone=st.lists(st.integers(0, 3), max_size=4))
-def test_what_is_taken_away_in_between_is_trained_by_all_ranks_or_none(
-    size: int, batch_size: int, gone: list[int]
-) -> None:
+def test_a_revoked_range_is_trained_by_all_ranks_or_none(size: int, batch_size: int, gone: list[int]) -> None:
     desk = Desk(*leases(*range(12)))
     learner = Learner(Numbers(48), desk, size=size, batch_size=batch_size)
     counted = Counter[int | None]()
@@ -126,7 +124,7 @@ def test_a_batch_that_was_tried_comes_again_on_every_rank() -> None:
         learner.close()
 
 
-def test_a_batch_is_cut_ahead_of_need_but_nothing_is_read_again_for_it() -> None:
+def test_batches_cut_in_advance_read_nothing_without_a_lease() -> None:
     desk = Desk(*leases(0, 1))
     learner = Learner(Numbers(48), desk, size=2, batch_size=2)
     try:
@@ -148,6 +146,6 @@ def test_no_token_is_lost_or_invented_in_division(samples: list[int], tokens: in
     assert all(abs(piece.tokens - tokens * piece.samples / total) < 1 for piece in pieces if total)
 
 
-def test_each_rank_takes_every_so_manieth_row() -> None:
+def test_each_rank_takes_every_nth_row() -> None:
     rows = torch.arange(12)
     assert [part.tolist() for part in deal(rows, 3)] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]

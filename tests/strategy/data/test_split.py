@@ -42,7 +42,7 @@ def seen_by_each(scenario, make_model, trainer_for, parts, **options):
 
 
 @pytest.mark.parametrize("parts", [2, 5])
-def test_learners_seeded_alike_see_disjoint_samples(scenario, model, trainer_for, parts):
+def test_learners_with_equal_seeds_read_disjoint_samples(scenario, model, trainer_for, parts):
     seen = seen_by_each(scenario, type(model), trainer_for, parts, max_epochs=1)
     assert sum(map(len, seen)) == len(set().union(*seen)) == 24 // parts * parts
 
@@ -67,7 +67,7 @@ def test_validation_data_stays_whole_also_on_resume(scenario, model, trainer_for
 
 
 class OneCycle:
-    """Schedules as most examples make them: for the length that the Trainer expects."""
+    """A schedule for the length that the Trainer expects, as in most examples."""
 
     def configure_optimizers(self):
         self.estimate = self.trainer.estimated_stepping_batches
@@ -108,7 +108,7 @@ def test_a_loader_made_before_its_part_was_known_is_made_again(scenario, model, 
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_validation_after_so_many_batches_stays_where_a_part_has_fewer(scenario, model, trainer_for, every):
+def test_a_validation_interval_longer_than_a_part_is_kept(scenario, model, trainer_for, every):
     scenario.data_part, at = (0, 2), []
     model.validation_step = lambda batch, batch_idx: at.append(model.trainer.global_step)
     options = {"val_check_interval": 6, "check_val_every_n_epoch": every, "num_sanity_val_steps": 0}
@@ -118,7 +118,7 @@ def test_validation_after_so_many_batches_stays_where_a_part_has_fewer(scenario,
     assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (6, every)
 
 
-def test_an_interval_longer_than_the_whole_data_is_refused_as_ever(scenario, model, trainer_for):
+def test_an_interval_longer_than_the_whole_data_is_refused_by_lightning(scenario, model, trainer_for):
     scenario.data_part = (0, 2)
     with pytest.raises(ValueError, match="must be less than or equal"):
         trainer_for(max_steps=-1, max_epochs=1, val_check_interval=7).fit(model)
@@ -132,7 +132,7 @@ def test_a_part_without_a_full_batch_is_an_error(scenario, model, trainer_for):
     assert model.seen == []
 
 
-def test_data_that_cannot_be_split_are_not_said_to_be(scenario, model, trainer_for, caplog):
+def test_data_that_cannot_be_split_are_not_reported_as_split(scenario, model, trainer_for, caplog):
     scenario.data_part = (0, 2)
     loader = DataLoader(SampleStream(), batch_size=4)
     with pytest.warns(UserWarning, match="cannot be split over learners: SampleStream is an iterable dataset"):
@@ -146,7 +146,7 @@ def test_data_is_not_split_against_the_users_will(scenario, model, trainer_for):
     assert sorted(model.seen) == list(range(24))
 
 
-def test_data_part_is_told_to_loaders_that_split_themselves(scenario, model, trainer_for):
+def test_data_part_is_available_to_loaders_that_split_themselves(scenario, model, trainer_for):
     told = []
     scenario.data_part = (1, 3)
     loader, model.train_dataloader = (
@@ -190,7 +190,7 @@ def test_parts_of_any_sampler_are_disjoint_and_complete(sampler):
     ],
 )
 @pytest.mark.parametrize(("part", "parts", "skip"), [(0, 1, 0), (1, 3, 0), (2, 3, 4), (0, 2, 99)])
-def test_a_part_is_a_slice_of_the_whole_order(sampler, part, parts, skip):
+def test_a_part_is_a_strided_slice_of_the_whole_order(sampler, part, parts, skip):
     whole = list(PartSampler(sampler(), 0, 1, seed=5))
     stop = len(whole) // parts * parts
     assert list(PartSampler(sampler(), part, parts, seed=5, skip=skip)) == whole[part:stop:parts][skip:]
@@ -202,7 +202,7 @@ def test_a_part_is_a_slice_of_the_whole_order(sampler, part, parts, skip):
 
 
 class Endless(Sequences):
-    """More samples than fit in memory as a list of their numbers."""
+    """A sampler whose list of indices does not fit in memory."""
 
     def __len__(self):
         return 10**12
@@ -210,7 +210,7 @@ class Endless(Sequences):
 
 @pytest.mark.parametrize("draws", [{}, {"sampler": RandomSampler(Endless(), replacement=True)}])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_an_order_that_is_too_long_for_memory_is_not_drawn_ahead(scenario, model, trainer_for, draws, parts):
+def test_an_order_that_is_too_long_for_memory_is_not_drawn_in_advance(scenario, model, trainer_for, draws, parts):
     scenario.data_part = (parts - 1, parts)
     loader = DataLoader(Endless(), batch_size=4, **draws)
     trainer_for(max_steps=2, limit_val_batches=0).fit(model, loader)
@@ -234,7 +234,7 @@ def test_drawing_a_part_leaves_the_global_generator_alone():
         (None, 1, "all of its learners read all of it, each in an order of its own"),
     ],
 )
-def test_what_others_read_too_is_said_once(scenario, model, trainer_for, monkeypatch, case):
+def test_shared_data_is_logged_once(scenario, model, trainer_for, monkeypatch, case):
     (scenario.data_part, scenario.slot, said), sentences = case, []
     for how in ("rank_zero_info", "rank_zero_warn"):
         monkeypatch.setattr(f"lightning_diloco.strategy.data.hooks.{how}", sentences.append)
@@ -245,7 +245,7 @@ def test_what_others_read_too_is_said_once(scenario, model, trainer_for, monkeyp
     assert said in sentences[0]
 
 
-def test_who_is_alone_hears_nothing_of_a_split(scenario, model, trainer_for, monkeypatch):
+def test_a_single_learner_logs_nothing_about_a_split(scenario, model, trainer_for, monkeypatch):
     monkeypatch.setattr("lightning_diloco.strategy.data.hooks.rank_zero_warn", lambda _: pytest.fail("said"))
     trainer_for(max_steps=1, limit_val_batches=0).fit(model)
 
@@ -262,7 +262,7 @@ def test_split_keeps_a_batch_sampler():
 
 
 class Buckets:
-    """Batches of what belongs together: tens, in any order."""
+    """A batch sampler of groups of ten, in any order."""
 
     def __init__(self, drawn_from=(ITEMS[:10], ITEMS[10:20], ITEMS[20:])):
         self.buckets, self.epochs = drawn_from, []
@@ -277,7 +277,7 @@ class Buckets:
         return len(self.buckets)
 
 
-def test_batches_that_a_user_makes_are_shared_out_whole():
+def test_batches_of_a_users_batch_sampler_are_split_as_wholes():
     buckets, parts = Buckets(), []
     for part in range(3):
         loader = split(DataLoader(ITEMS, batch_sampler=buckets, collate_fn=list), part, 3, seed=1)
@@ -288,7 +288,7 @@ def test_batches_that_a_user_makes_are_shared_out_whole():
     assert buckets.epochs == [4] * 3
 
 
-def test_a_loader_class_with_a_constructor_of_its_own_keeps_what_it_has():
+def test_a_loader_class_with_its_own_constructor_keeps_its_attributes():
     class Own(DataLoader):
         def __init__(self, path):
             self.path = path
@@ -329,7 +329,7 @@ def test_the_users_sampler_decides_what_is_read(scenario, model, trainer_for, pa
 
 
 def pairs_read(scenario, trainer_for, make_model, generators, **options):
-    """Indices that two loaders of equal length read side by side, over two epochs."""
+    """Return the pairs of indices that two loaders of equal length read over two epochs."""
     model, pairs = make_model(), []
 
     def training_step(batch, batch_idx):
@@ -351,14 +351,14 @@ def test_two_loaders_are_not_paired(scenario, model, trainer_for, parts):
 
 
 @pytest.mark.parametrize("parts", [None, 2])
-def test_loaders_seeded_alike_stay_paired(scenario, model, trainer_for, parts):
+def test_loaders_with_equal_seeds_stay_paired(scenario, model, trainer_for, parts):
     scenario.data_part = parts and (1, parts)
     pairs = pairs_read(scenario, trainer_for, type(model), [torch.Generator().manual_seed(3) for _ in range(2)])
     assert all(a == b for a, b in pairs)
     assert pairs[0] != pairs[len(pairs) // 2]
 
 
-def test_orders_follow_the_runs_seed_and_the_slot(scenario, model, trainer_for):
+def test_orders_depend_on_the_runs_seed_and_the_slot(scenario, model, trainer_for):
     def seen(**changes):
         vars(scenario).update(data_part=(0, 2), slot=0, data_seed=1, **{})
         vars(scenario).update(changes)
@@ -377,7 +377,7 @@ def test_orders_follow_the_runs_seed_and_the_slot(scenario, model, trainer_for):
         assert seen(data_part=None, slot=1) != whole
 
 
-def test_loader_with_a_distributed_sampler_is_left_alone():
+def test_loader_with_a_distributed_sampler_is_not_split_again():
     loader = DataLoader(ITEMS, sampler=DistributedSampler(ITEMS, num_replicas=2, rank=1))
     assert split(loader, 0, 2) is loader
 
@@ -387,7 +387,7 @@ def test_splitting_twice_changes_nothing():
     assert list(split(once, 0, 2)) == list(once)
 
 
-def test_a_loader_that_was_split_for_another_part_is_split_anew():
+def test_a_loader_that_was_split_for_another_part_is_split_again():
     part = split(split(DataLoader(ITEMS), 0, 2), 1, 2)
     assert torch.cat(list(part)).tolist() == ITEMS[1:22:2]
 

@@ -1,4 +1,4 @@
-"""What a batch counts as."""
+"""Counts of tokens and samples of batches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Pair:
 
 
 class Graph:
-    """As torch_geometric's: pairs of names and values."""
+    """A graph like that of torch_geometric: pairs of names and values."""
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         yield from {"kind": "a", "x": torch.zeros(8, 3)}.items()
@@ -61,7 +61,7 @@ def test_batch_counts_tokens_or_samples(batch, counted):
     assert counter.take() == (0, counted[1])
 
 
-def test_function_of_the_user_decides():
+def test_the_users_function_takes_precedence():
     counter = TokenCounter(lambda batch: 100 * len(batch))
     assert counter.unit == "tokens"
     counter.add(IDS)
@@ -70,7 +70,7 @@ def test_function_of_the_user_decides():
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])
-def test_a_count_that_is_no_number_of_tokens_is_refused(count):
+def test_an_invalid_count_is_refused(count):
     with pytest.raises(ConfigError, match=r"token_count_fn returned .*: it must return .* finite and at least 0"):
         TokenCounter(lambda batch: count).add(IDS)
 
@@ -84,7 +84,7 @@ def test_a_step_without_a_token_is_not_lost(scenario, model, trainer_for):
 @pytest.mark.parametrize(
     "batch", [3, "text", {}, object(), iter([torch.zeros(2)])], ids=["int", "str", "empty", "object", "iterator"]
 )
-def test_batch_of_unknown_size_counts_as_one_and_is_told_once(batch):
+def test_batch_of_unknown_size_counts_as_one_with_one_warning(batch):
     counter = TokenCounter()
     with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} has no size that can be found"):
         counter.add(batch)
@@ -92,7 +92,7 @@ def test_batch_of_unknown_size_counts_as_one_and_is_told_once(batch):
     assert counter.take() == (2, "samples")
 
 
-def test_none_is_no_batch():
+def test_none_does_not_count_as_a_batch():
     counter = TokenCounter()
     counter.add({"input_ids": IDS})
     counter.add(None)

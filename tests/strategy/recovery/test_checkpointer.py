@@ -1,4 +1,4 @@
-"""A learner that is started again goes on where its checkpoint was: moments, rates, random numbers, data, progress."""
+"""A restarted learner continues from its checkpoint: moments, rates, random numbers, data and progress."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MAX_STEPS = 16
 
 
 class KilledError(Exception):
-    """Where a real process would be gone without a word."""
+    """Raised where a real process would be killed."""
 
 
 class Watch(Callback):
-    """What a process began with, and what it did from there."""
+    """Records the initial state of a process and its steps."""
 
     def __init__(self, dies_at: int | None = None) -> None:
         self.dies_at = dies_at
@@ -47,7 +47,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.noise.append((random.random(), float(np.random.rand())))
-        # A step takes a millisecond, and none is taken while one is written.
+        # A step takes a millisecond, and no checkpoint is taken while another one is written.
         trainer.strategy._present.checkpointer.wait(10.0)
 
     def on_validation_end(self, trainer, pl_module):
@@ -60,7 +60,7 @@ class Watch(Callback):
 
 @pytest.fixture
 def process(scenario, model, trainer_for, tmp_path, monkeypatch):
-    """Runs a learner as one process after another: returns its model and what was watched."""
+    """Runs a learner as one process after another; returns its model and the records."""
     number = iter(range(100))
 
     class Adam(type(model)):
@@ -97,8 +97,8 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.mark.parametrize(("part", "at"), [(None, 8), (None, 6), ((1, 2), 5), ((1, 2), 6)])
-def test_a_second_process_goes_on_exactly_where_the_checkpoint_was(scenario, process, part, at):
-    scenario.data_part = part  # an epoch has 6 batches, that of a part 3
+def test_a_second_process_continues_exactly_from_the_checkpoint(scenario, process, part, at):
+    scenario.data_part = part  # an epoch has 6 batches, or 3 with a part
     whole, undisturbed = process(every=0)
     _, first = process(every=at, dies_at=at + 1)
     scenario.incarnation = 2
@@ -123,7 +123,7 @@ def test_without_its_checkpoint_a_learner_starts_at_the_beginning(process):
 
 
 @pytest.mark.seconds
-def test_accumulated_gradients_are_whole_at_a_checkpoint(process):
+def test_no_checkpoint_is_taken_while_gradients_accumulate(process):
     whole, _ = process("l0", every=0, accumulate_grad_batches=2)
     process(every=3, dies_at=5, accumulate_grad_batches=2)
     second, back = process(accumulate_grad_batches=2)
@@ -132,14 +132,14 @@ def test_accumulated_gradients_are_whole_at_a_checkpoint(process):
     assert second.trainer.global_step == MAX_STEPS
 
 
-def test_validation_goes_on_as_planned(process):
+def test_validation_continues_at_its_interval(process):
     options = {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
     process(every=4, dies_at=5, **options)
     _, back = process(**options)
     assert (back.begins_at, back.validated_at) == (4, [8, 12, 16])
 
 
-def test_a_peers_checkpoint_is_used_where_there_is_no_own(scenario, process, caplog):
+def test_a_peers_checkpoint_is_used_if_there_is_no_own_one(scenario, process, caplog):
     _, peer = process("peer", dies_at=9)
     scenario.is_late = True
     _, back = process("other")
@@ -151,7 +151,7 @@ def test_a_peers_checkpoint_is_used_where_there_is_no_own(scenario, process, cap
 
 
 class Stateful(DataLoader):
-    """A loader that keeps its own position, as torchdata's does."""
+    """A loader that keeps its own position, like torchdata's."""
 
     given = None
 
@@ -163,7 +163,7 @@ class Stateful(DataLoader):
 
 
 @pytest.mark.parametrize(("name", "given"), [("peer", {"position": 1}), ("other", None)])
-def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process, name, given):
+def test_the_position_of_a_loader_is_not_taken_over_from_a_peer(scenario, process, name, given):
     class WithStateful(process.kind):
         def train_dataloader(self):
             return Stateful(Sequences(), batch_size=4)
@@ -177,7 +177,7 @@ def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process,
 @pytest.mark.seconds
 @pytest.mark.parametrize("place", [(2, 2, "reads part 0 like another"), (None, 1, "not split")])
 @pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:There are more learners:UserWarning")
-def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, place, recwarn):
+def test_a_newcomer_reads_other_batches_than_the_peer_whose_checkpoint_it_uses(scenario, process, place, recwarn):
     parts, slot, said = place
     scenario.data_part = parts and (0, parts)
     process("peer", every=8, dies_at=9)
@@ -192,14 +192,14 @@ def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, 
     assert any(said in str(warning.message) for warning in recwarn)
 
 
-def test_own_checkpoint_is_preferred_to_a_newer_one_of_a_peer(process):
+def test_an_own_checkpoint_is_preferred_to_a_newer_one_of_a_peer(process):
     process("l0", dies_at=5)
     process("peer", dies_at=13)
     _, back = process("l0")
     assert back.begins_at == 4
 
 
-def test_a_sick_peer_is_passed_over(process, caplog):
+def test_a_checkpoint_of_a_peer_with_nan_is_skipped(process, caplog):
     class Diverged(process.kind):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * float("nan")
@@ -211,14 +211,14 @@ def test_a_sick_peer_is_passed_over(process, caplog):
     assert "NaN or Inf" in caplog.text
 
 
-def test_another_optimizer_is_not_fed_with_these_moments(process, model, caplog):
+def test_moments_of_another_optimizer_are_not_restored(process, model, caplog):
     process(dies_at=9)
     _, back = process(kind=type(model))
     assert back.begins_at == 0
     assert "it is of ['torch.optim.adamw.AdamW', " in caplog.text
 
 
-def test_a_torn_checkpoint_is_passed_over_and_said(process, store, caplog):
+def test_a_torn_checkpoint_is_skipped_with_a_warning(process, store, caplog):
     process(dies_at=9)
     newest, older = store.entries("l0")
     path = Path(store.url, "l0", newest.name)
@@ -228,7 +228,7 @@ def test_a_torn_checkpoint_is_passed_over_and_said(process, store, caplog):
     assert f"the checkpoint {path} has the digest" in caplog.text
 
 
-def test_the_users_checkpoint_wins(process, tmp_path):
+def test_the_users_checkpoint_takes_precedence(process, tmp_path):
     class Save(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 2:
@@ -258,7 +258,7 @@ def test_a_store_that_fails_does_not_stop_training(process, tmp_path, caplog):
     assert caplog.text.count("no checkpoint was written, training goes on") == 1
 
 
-def test_callbacks_that_cannot_be_kept_are_said_once_and_the_rest_is_kept(process, store, caplog):
+def test_callbacks_that_cannot_be_stored_cause_one_warning_and_the_rest_is_stored(process, store, caplog):
     class Odd(Callback):
         def state_dict(self):
             return {"path": Path("x")}
@@ -270,7 +270,7 @@ def test_callbacks_that_cannot_be_kept_are_said_once_and_the_rest_is_kept(proces
 
 
 class KeepsByHooks(TinyModel):
-    """State that Lightning keeps by the module's hooks."""
+    """State that the module stores by Lightning's hooks."""
 
     num_seen, had = 0, None
 
@@ -280,7 +280,7 @@ class KeepsByHooks(TinyModel):
     def on_save_checkpoint(self, checkpoint):
         assert checkpoint["global_step"] == self.trainer.global_step
         checkpoint["num_seen"] = self.num_seen
-        del checkpoint["state_dict"]["frozen.weight"]  # as people make checkpoints small
+        del checkpoint["state_dict"]["frozen.weight"]  # a common way to make checkpoints small
         checkpoint["optimizer_states"].clear()
 
     def on_load_checkpoint(self, checkpoint):
@@ -289,7 +289,7 @@ class KeepsByHooks(TinyModel):
 
 
 class AverageAt(Callback):
-    """The average at the start of each batch."""
+    """Records the average at the start of each batch."""
 
     def __init__(self, average):
         self.average, self.found, self.weights = average, {}, []
@@ -300,7 +300,9 @@ class AverageAt(Callback):
 
 
 @pytest.mark.parametrize("kind", [WeightAveraging, EMAWeightAveraging])
-def test_what_hooks_add_to_a_checkpoint_comes_back_and_no_live_state_changes(scenario, process, store, kind):
+def test_entries_that_hooks_add_to_a_checkpoint_are_restored_and_live_state_is_unchanged(
+    scenario, process, store, kind
+):
     first, second, third = (AverageAt(kind()) for _ in range(3))
     process(kind=KeepsByHooks, every=0, callbacks=[third.average, third])
     process(kind=KeepsByHooks, dies_at=6, callbacks=[first.average, first, Watch(6)])
@@ -317,14 +319,14 @@ def test_what_hooks_add_to_a_checkpoint_comes_back_and_no_live_state_changes(sce
     assert torch.equal(second.weights[0], torch.full((4, 4), 0.25))
 
 
-def test_a_newcomer_does_not_take_over_what_a_peers_hooks_added(scenario, process):
+def test_a_newcomer_does_not_take_over_entries_of_a_peers_hooks(scenario, process):
     process("peer", kind=KeepsByHooks, dies_at=5)
     scenario.is_late = True
     made, back = process("other", kind=KeepsByHooks)
     assert (made.had, back.begins_at) == (None, 4)
 
 
-def test_a_hook_whose_entries_cannot_be_kept_is_said_once_and_not_called_on_load(process, caplog):
+def test_a_hook_whose_entries_cannot_be_stored_causes_one_warning_and_is_not_called_on_load(process, caplog):
     class Odd(KeepsByHooks):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["num_seen"] = Path("x")
@@ -335,7 +337,7 @@ def test_a_hook_whose_entries_cannot_be_kept_is_said_once_and_not_called_on_load
     assert caplog.text.count("Odd.on_save_checkpoint.added.num_seen is a PosixPath") == 2  # once in each process
 
 
-def test_a_hook_that_loads_trained_parameters_does_not_replace_those_of_the_run(scenario, process):
+def test_a_hook_that_loads_trained_parameters_does_not_replace_the_runs_values(scenario, process):
     class Backbone(KeepsByHooks):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["backbone"] = self.body.state_dict()
@@ -357,7 +359,7 @@ def test_a_hook_that_loads_trained_parameters_does_not_replace_those_of_the_run(
     assert torch.equal(first.weight, torch.full((4, 4), 0.25))
 
 
-def test_a_hook_that_fails_is_named_and_training_goes_on(process, caplog):
+def test_a_failing_hook_is_named_and_training_continues(process, caplog):
     class Broken(KeepsByHooks):
         def on_save_checkpoint(self, checkpoint):
             raise RuntimeError("no space")
@@ -367,7 +369,7 @@ def test_a_hook_that_fails_is_named_and_training_goes_on(process, caplog):
     assert caplog.text.count("Broken.on_save_checkpoint failed (RuntimeError: no space)") == 1
 
 
-def test_each_of_two_equal_callbacks_keeps_its_own(process):
+def test_two_equal_callbacks_keep_separate_states(process):
     class Counts(Callback):
         def __init__(self, number):
             self.number, self.had = number, None
@@ -393,7 +395,7 @@ def test_hooks_that_are_not_called_for_a_sharded_model_are_named_once(process, c
     assert caplog.text.count("KeepsByHooks.on_save_checkpoint is not called") == 1
 
 
-def test_what_a_datamodule_keeps_comes_back(process, model):
+def test_the_state_of_a_datamodule_is_restored(process, model):
     class Counting(L.LightningDataModule):
         given = 0
         came_back: dict[str, int] | None = None
@@ -445,7 +447,7 @@ def test_the_first_learners_of_a_run_do_not_warm_up(process, model, caplog):
     assert "warms up" not in caplog.text
 
 
-def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(scenario, process, model):
+def test_copies_in_an_optimizer_are_restored_relative_to_the_runs_parameters(scenario, process, model):
     class Free(type(model)):
         def configure_optimizers(self):
             return ScheduleFree([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -457,14 +459,14 @@ def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(sce
 
     first, second = Beside(), Beside()
     process(dies_at=5, kind=Free, callbacks=[first, Watch(5)])
-    scenario.run_values = 0.25  # what the run came to meanwhile
+    scenario.run_values = 0.25  # values of the run meanwhile
     process(kind=Free, callbacks=[second])
     assert first.found[4].abs().max() > 1e-3
     assert torch.allclose(second.found[0], first.found[4], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["l0", "other"])
-def test_what_was_unfrozen_meanwhile_is_trained_on(scenario, process, name):
+def test_unfrozen_parameters_are_trained_after_a_restart(scenario, process, name):
     class WithBackbone(process.kind):
         def __init__(self):
             super().__init__()
@@ -495,7 +497,7 @@ def test_what_was_unfrozen_meanwhile_is_trained_on(scenario, process, name):
     assert not torch.equal(back.moments[8][-1], back.moments[MAX_STEPS - 1][-1])
 
 
-def test_groups_of_other_parameters_are_not_fed_with_these_moments(process, caplog):
+def test_moments_are_not_restored_for_groups_of_other_parameters(process, caplog):
     class Split(process.kind):
         def configure_optimizers(self):
             return torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.body.parameters()}])
@@ -512,7 +514,7 @@ def test_groups_of_other_parameters_are_not_fed_with_these_moments(process, capl
 
 @pytest.mark.parametrize("kind", OWN_STATE)
 @pytest.mark.parametrize("name", ["l0", "other"])
-def test_state_of_the_module_comes_back_and_newcomers_take_a_peers(scenario, process, kind, name):
+def test_own_state_of_the_module_is_restored_and_newcomers_use_that_of_a_peer(scenario, process, kind, name):
     class Keep(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             found = {each: value.clone() for each, value in pl_module.state_dict().items() if each in OWN_STATE[kind]}

@@ -5,7 +5,7 @@ import torch
 from lightning_diloco.strategy.recovery.lr_warmup import WarmUp
 
 
-def test_rates_are_lowered_for_the_step_and_groups_without_one_stay():
+def test_rates_are_lowered_for_a_step_and_groups_without_a_rate_are_unchanged():
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.Optimizer([{"params": params[:1], "lr": 1.0}, {"params": params[1:]}], {})
     with WarmUp(4).slowed(optimizer):

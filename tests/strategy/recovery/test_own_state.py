@@ -1,4 +1,4 @@
-"""What of a module is not exchanged: BatchNorm, teachers, queues, codebooks. It is not compared, and comes back."""
+"""State of a module that is not exchanged (BatchNorm, teachers, queues, codebooks) is not compared, and is restored."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def frozen(module):
 
 
 class Takes(Callback):
-    """The own state where the last batch ended."""
+    """Records the own state at the end of the last batch."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.strategy.membership:
@@ -29,7 +29,7 @@ class Takes(Callback):
 
 
 @pytest.mark.parametrize("kind", OWN_STATE)
-def test_what_training_changed_is_taken_and_given_back(scenario, trainer_for, kind):
+def test_state_that_training_changed_is_stored_and_restored(scenario, trainer_for, kind):
     torch.manual_seed(5)
     module = kind()
     trainer = trainer_for(**STEPS, callbacks=[taken := Takes()])
@@ -53,7 +53,7 @@ def test_a_state_of_another_shape_is_refused():
     assert own.objection({"gone": torch.zeros(2)}) == "it has gone of shape (2,), this learner has no such value"
 
 
-def test_a_teacher_is_known_as_a_copy_and_a_frozen_layer_is_not():
+def test_a_teacher_is_recognized_as_a_copy_and_a_frozen_layer_is_not():
     module = WithTeacher()
     pairs = {f"teacher.{k}.{kind}": f"student.{k}.{kind}" for k in range(3) for kind in ("weight", "bias")}
     found = copies_of_trained(module, trained(module))
@@ -74,7 +74,7 @@ def test_copies_that_are_not_the_runs_follow_the_adopted_values(scenario, traine
     assert torch.equal(module.teacher[0].bias, before[1])
 
 
-def test_follow_leaves_others_alone():
+def test_follow_does_not_change_other_parameters():
     module = WithTeacher()
     copies = copies_of_trained(module, trained(module))
     with torch.no_grad():
@@ -85,8 +85,8 @@ def test_follow_leaves_others_alone():
     assert not torch.equal(module.teacher[2].weight, module.student[2].weight)
 
 
-def test_what_matters_is_how_the_script_builds_a_frozen_parameter(scenario, trainer_for, tmp_path):
-    """A teacher that moved on, in a checkpoint, is no other base; a layer that differs from the start is one."""
+def test_frozen_parameters_are_compared_as_the_script_builds_them(scenario, trainer_for, tmp_path):
+    """A teacher that has changed in a checkpoint is allowed; a layer that differs from the start is another base."""
     torch.manual_seed(5)
     module = WithTeacher()
     trainer = trainer_for(**STEPS)
@@ -102,7 +102,7 @@ def test_what_matters_is_how_the_script_builds_a_frozen_parameter(scenario, trai
     assert resumed.confirmed(other)["frozen.weight"] != "another"
 
 
-def test_a_frozen_parameter_that_the_run_has_not_is_told():
+def test_a_frozen_parameter_that_differs_from_the_run_is_reported():
     model = ModelDescription({}, frozenset(), {"a": "1", "b": "2"}, None, copies={"b": "c"})
     assert model.differing({"a": "1", "b": "3"}) == {"b"}
     assert model.confirmed({"a": "1", "b": "3"}) == {"a": "1", "b": "3"}

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: all parts or none, and all ranks go on from the same one."""
+"""Checkpoints of several ranks: all parts or none, and all ranks continue from the same checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = layout_of(2, None)
 
 
 class Table:
-    """Where the ranks of one learner meet: threads in place of processes."""
+    """The rendezvous of a learner's ranks, which are threads instead of processes."""
 
     def __init__(self, size: int) -> None:
         self.size, self._all = size, threading.Barrier(size, timeout=WITHIN_S)
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def learner(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RanksCheckpointer]]:
-    """Makes all ranks of a learner, in a process that wrote nothing before."""
+    """Makes all ranks of a learner, in a process that has written nothing before."""
     monkeypatch.setattr(trainer_state, "objection", lambda trainer, state, is_own: state.get("objection"))
 
     def make(
@@ -72,7 +72,7 @@ def all_ranks(do: Callable[[Any], Any], ranks: list[RanksCheckpointer]) -> list[
 
 
 def write(ranks: list[RanksCheckpointer], step: int, **odd: object) -> None:
-    """Each rank writes its part; the state of the last one may be odd."""
+    """Write the part of each rank; the state of the last rank may be unusual."""
 
     def part(rank: RanksCheckpointer) -> None:
         number = rank._ranks.rank
@@ -86,7 +86,7 @@ def write(ranks: list[RanksCheckpointer], step: int, **odd: object) -> None:
 
 
 def found(ranks: list[RanksCheckpointer]) -> list[tuple[str, int, int] | None]:
-    """Whose, which step and which rank's part each rank goes on from."""
+    """Return the learner, the step and the rank of the part that each rank uses."""
 
     def told(it: Found | None) -> tuple[str, int, int] | None:
         return None if it is None else (it.learner, it.step, it.state["rank"])
@@ -95,7 +95,7 @@ def found(ranks: list[RanksCheckpointer]) -> list[tuple[str, int, int] | None]:
 
 
 def both(step: int, learner: str = "l0") -> list[tuple[str, int, int]]:
-    """What two ranks find: each its part of the same."""
+    """Return the result for two ranks that use their parts of the same checkpoint."""
     return [(learner, step, 0), (learner, step, 1)]
 
 
@@ -104,7 +104,7 @@ def part_file(store: CheckpointStore, rank: int, of: int = 0) -> Path:
     return Path(store.url, "l0", "parts", f"{rank}-{whole.parts[rank]}.safetensors")
 
 
-def test_each_rank_goes_on_from_its_part_of_the_newest(store, learner):
+def test_each_rank_continues_from_its_part_of_the_newest_checkpoint(store, learner):
     ranks = learner()
     for step in (10, 20, 30):
         write(ranks, step)
@@ -116,7 +116,7 @@ def test_each_rank_goes_on_from_its_part_of_the_newest(store, learner):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
-def test_a_torn_part_makes_all_ranks_take_the_one_before(store, learner, caplog, rank, damage):
+def test_a_torn_part_makes_all_ranks_use_the_previous_checkpoint(store, learner, caplog, rank, damage):
     for step in (10, 20):
         write(learner(), step)
     damage(part_file(store, rank))
@@ -124,14 +124,14 @@ def test_a_torn_part_makes_all_ranks_take_the_one_before(store, learner, caplog,
     assert part_file(store, rank).name in caplog.text
 
 
-def test_a_part_that_one_rank_objects_to_is_taken_by_none(store, learner, caplog):
+def test_a_part_that_one_rank_refuses_is_used_by_no_rank(store, learner, caplog):
     write(learner(), 10)
     write(learner(), 20, objection="it has another optimizer")
     assert found(learner()) == both(10)
     assert "step 20 of l0 does not fit: it has another optimizer" in caplog.text
 
 
-def test_parts_without_what_names_them_are_no_checkpoint(store, learner, caplog):
+def test_parts_that_no_checkpoint_names_are_not_used(store, learner, caplog):
     ranks = learner()
     write(ranks, 10)
     write(ranks, 20, hook=lambda: None)
@@ -140,7 +140,7 @@ def test_parts_without_what_names_them_are_no_checkpoint(store, learner, caplog)
     assert found(learner()) == both(10)
 
 
-def test_a_store_that_fails_for_one_rank_is_said_and_the_others_go_on(store, learner, tmp_path, caplog):
+def test_a_store_that_fails_for_one_rank_causes_a_warning_and_training_continues(store, learner, tmp_path, caplog):
     ranks = learner()
     (tmp_path / "file").write_text("no folder")
     ranks[1]._store = CheckpointStore(str(tmp_path / "file"))
@@ -153,20 +153,20 @@ def test_a_store_that_fails_for_one_rank_is_said_and_the_others_go_on(store, lea
     "other",
     [{"size": 3, "layout": layout_of(3, None)}, {"layout": layout_of(2, [{"a": ((0,), (2,))}, {"a": ((2,), (2,))}])}],
 )
-def test_another_layout_is_refused_and_said(store, learner, caplog, other):
+def test_another_layout_is_refused_with_a_warning(store, learner, caplog, other):
     write(learner(), 10)
     assert found(learner(**other)) == [None] * other.get("size", 2)
     assert f"step 10 of l0 does not fit: it is of {WHOLE}, this learner has {other['layout']}" in caplog.text
 
 
-def test_a_peer_of_the_same_layout_helps_and_ones_own_comes_first(learner):
+def test_a_peers_checkpoint_of_the_same_layout_is_used_after_own_ones(learner):
     write(learner("peer"), 20)
     assert found(learner()) == both(20, "peer")
     write(learner(), 10)
     assert found(learner()) == both(10)
 
 
-def test_a_rank_that_is_gone_leaves_no_checkpoint_and_no_hanging_thread(store, learner):
+def test_a_lost_rank_leaves_no_checkpoint_and_no_hanging_thread(store, learner):
     rank, _ = learner()
 
     def gone(value: object) -> list[object]:
@@ -178,7 +178,7 @@ def test_a_rank_that_is_gone_leaves_no_checkpoint_and_no_hanging_thread(store, l
     assert store.entries("l0") == []
 
 
-def test_layouts_are_equal_where_each_rank_holds_the_same():
+def test_layouts_are_equal_if_each_rank_holds_the_same():
     def boxes(rows: int) -> list[dict[str, Any]]:
         return [{"a": ((0, 0), (rows, 4))}, {"a": ((rows, 0), (6 - rows, 4))}]
 

@@ -1,4 +1,4 @@
-"""Callbacks that put averaged weights in the module: they stay there after training, and the run never sees them."""
+"""Averaged weights that callbacks put into the module stay there after training, and are never exchanged."""
 
 import pytest
 import torch
@@ -20,15 +20,15 @@ class WithBatchNorm(TinyModel):
 
 
 class Keep(Callback):
-    """The parameters where the last batch ended."""
+    """Records the parameters at the end of the last batch."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.strategy.membership:  # it is still trained
+        if trainer.strategy.membership:  # it still trains
             self.local = trainer.strategy._local_parameters()
 
 
 def drained(scenario):
-    """What the last contributions were made of, by name."""
+    """Return the parameters of the last contributions, by name."""
     link, found = scenario.link, {}
     for p, values in enumerate(link.drained):
         for entry in link.plan.layout(p, link.config.block_size).entries:
@@ -65,7 +65,7 @@ def test_stochastic_average_stays_in_the_module_and_is_not_sent(scenario, traine
 
 
 class OfOnesOwn(Callback):
-    """An EMA as people write it."""
+    """An EMA callback as users write it."""
 
     def on_fit_start(self, trainer, pl_module):
         self.average = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
@@ -89,7 +89,7 @@ class OfOnesOwn(Callback):
             p.data.copy_(values[name])
 
 
-def test_average_of_ones_own_is_validated_and_training_goes_on_without_it(scenario, model, trainer_for):
+def test_a_users_average_is_validated_and_training_continues_without_it(scenario, model, trainer_for):
     class Unchanged(Keep):
         num_seen = 0
 
@@ -107,7 +107,7 @@ def test_average_of_ones_own_is_validated_and_training_goes_on_without_it(scenar
 
 
 class AtModelEval(TinyModel):
-    """Weights that Lightning's hooks for the mode put in place, as for optimizers without a schedule."""
+    """Sets weights in Lightning's hooks for the mode, as for schedule-free optimizers."""
 
     def on_train_batch_start(self, batch, batch_idx):
         assert not hasattr(self, "local") or torch.equal(self.body.weight, self.local)
@@ -125,18 +125,18 @@ class AtModelEval(TinyModel):
         self.body.weight.data.copy_(self.found[-1])
 
 
-def test_weights_that_are_set_when_the_mode_changes_are_validated_and_not_sent(scenario, trainer_for):
+def test_weights_set_at_a_change_of_the_mode_are_validated_and_not_sent(scenario, trainer_for):
     keep, module = Keep(), AtModelEval()
     start = module.body.weight.detach().clone()
     trainer_for(callbacks=[keep], num_sanity_val_steps=0, **EPOCHS).fit(module)
     check(scenario, keep)
-    assert all(map(torch.equal, module.found, [start, start, start + 1]))  # the anchor, and at last the drained one
+    assert all(map(torch.equal, module.found, [start, start, start + 1]))  # the anchor, and at the end the drained one
     assert all(map(torch.equal, module.validated, [each + 5 for each in module.found]))
     assert torch.equal(module.body.weight, start + 1)
     assert not vars(module.trainer.fit_loop.epoch_loop.val_loop).keys() & {"_on_evaluation_model_eval"}
 
 
-def test_callbacks_of_the_trainer_are_its_own_again(scenario, model, trainer_for):
+def test_callbacks_of_the_trainer_are_restored(scenario, model, trainer_for):
     keep = Keep()
     trainer = trainer_for(callbacks=[keep], max_steps=1)
     before = list(trainer.callbacks)

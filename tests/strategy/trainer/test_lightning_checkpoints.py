@@ -1,4 +1,4 @@
-"""Checkpoints hold the anchor for everybody, and the local parameters for whoever resumes with the strategy."""
+"""Checkpoints hold the anchor, and the local parameters for a resume with the strategy."""
 
 import threading
 
@@ -12,13 +12,13 @@ from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_K
 
 @pytest.fixture
 def callbacks():
-    """Further callbacks when it is saved."""
+    """Return further callbacks for the saving fit."""
     return []
 
 
 @pytest.fixture
 def saved(scenario, model, trainer_for, tmp_path, callbacks):
-    """A checkpoint after two of three steps: its path, the start value and the local value of body.weight."""
+    """Save a checkpoint after two of three steps; return its path, and start and local value of body.weight."""
     found = {"path": tmp_path / "mid.ckpt", "start": model.body.weight.detach().clone()}
 
     class Save(Callback):

@@ -1,4 +1,4 @@
-"""What people see beside a run: every learner's loss, and that of the final anchor."""
+"""The losses that are shown for a run: of every learner, and of the final anchor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_diloco.strategy.trainer.losses import NOT_VALIDATED, train_loss
 
 
 class Stop(Callback):
-    """Ends training as Timer and EarlyStopping do."""
+    """Ends training like Timer and EarlyStopping."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.should_stop = trainer.global_step == 2
@@ -42,7 +42,7 @@ def _last(scenario):
 
 @pytest.fixture
 def _joined(monkeypatch):
-    """The run is that of others, who want to know its loss."""
+    """Make the learner join a run of others, which needs the loss of its final anchor."""
     monkeypatch.setenv("DILOCO_JOIN", "diloco://127.0.0.1:1/run#secret," + "0" * 64)
 
 
@@ -51,7 +51,7 @@ def _joined(monkeypatch):
 def test_last_learner_of_a_run_it_joined_reports_the_loss_of_the_drained_anchor(scenario, model, trainer_for, end):
     start = model.body.weight.detach().clone()
     trainer_for(**ENDS[end], num_sanity_val_steps=0).fit(model)
-    assert len(model.validated) == 1  # Lightning's, where it validates
+    assert len(model.validated) == 1  # from Lightning, if it validates
     assert torch.equal(model.validated[-1], start + 1)  # the stand-in's anchors grow by 1 at the end
     with torch.no_grad():
         wanted = model.loss(next(iter(model.val_dataloader()))).item()
@@ -60,14 +60,14 @@ def test_last_learner_of_a_run_it_joined_reports_the_loss_of_the_drained_anchor(
 
 
 @pytest.mark.usefixtures("_joined")
-def test_who_is_not_last_validates_nothing(scenario, model, trainer_for):
+def test_a_learner_that_is_not_the_last_does_not_validate(scenario, model, trainer_for):
     scenario.is_last = False
     trainer_for(num_sanity_val_steps=0).fit(model)
     assert model.validated == []
     assert scenario.link.events[-2:] == ["finish", "close"]
 
 
-def test_who_began_the_run_validates_no_more_than_lightning(scenario, model, trainer_for):
+def test_the_learner_that_began_the_run_adds_no_validation(scenario, model, trainer_for):
     trainer_for(num_sanity_val_steps=0).fit(model)  # four of an epoch's six batches
     trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
     assert len(model.validated) == 1
@@ -76,7 +76,7 @@ def test_who_began_the_run_validates_no_more_than_lightning(scenario, model, tra
 
 
 @pytest.mark.usefixtures("_joined")
-def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkeypatch):
+def test_without_a_loss_the_report_has_the_reason(scenario, model, trainer_for, monkeypatch):
     trainer_for(limit_val_batches=0).fit(model)
     steps = [lambda self, batch, batch_idx: self.log("accuracy", 1.0), lambda self, batch, batch_idx: 1 / 0]
     for number, step in enumerate(steps):
@@ -91,7 +91,7 @@ def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkey
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
-def test_without_validation_data_the_report_says_so(scenario, model, trainer_for, monkeypatch):
+def test_without_validation_data_the_report_has_the_reason(scenario, model, trainer_for, monkeypatch):
     monkeypatch.delattr(type(model), "val_dataloader")
     trainer_for().fit(model, DataLoader(model.train_dataloader().dataset, batch_size=4))
     ((loss, reason),) = scenario.link.reports
@@ -105,7 +105,7 @@ def test_fit_that_trained_nothing_reports_nothing(scenario, model, trainer_for):
 
 
 @pytest.mark.parametrize("name", VAL_LOSSES)
-def test_preferred_names_win_over_other_losses(scenario, model, trainer_for, monkeypatch, name):
+def test_preferred_names_take_precedence_over_other_losses(scenario, model, trainer_for, monkeypatch, name):
     def validation_step(self, batch, batch_idx):
         self.log_dict({"aux_loss": 3.0, name: 2.0})
 
@@ -115,7 +115,7 @@ def test_preferred_names_win_over_other_losses(scenario, model, trainer_for, mon
 
 
 @pytest.mark.usefixtures("_joined")
-def test_one_more_validation_is_seen_by_loggers_and_callbacks_as_any_other(scenario, model, trainer_for, tmp_path):
+def test_loggers_and_callbacks_see_the_additional_validation(scenario, model, trainer_for, tmp_path):
     logger = CSVLogger(tmp_path)
     keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", filename="best")
     callbacks = [keep, EarlyStopping("val_loss")]
@@ -139,7 +139,7 @@ def test_final_validation_works_with_progress_bars(scenario, model, trainer_for,
 
 
 @pytest.mark.parametrize("manual", [False, True])
-def test_loss_of_every_step_is_told_on_the_cpu(scenario, model, trainer_for, manual):
+def test_loss_of_every_step_is_reported_on_the_cpu(scenario, model, trainer_for, manual):
     found = []
 
     class Told(Callback):
@@ -159,7 +159,7 @@ def test_loss_of_every_step_is_told_on_the_cpu(scenario, model, trainer_for, man
     assert scenario.link.losses == pytest.approx(found)
 
 
-def test_loss_is_whole_where_gradients_are_accumulated(scenario, model, trainer_for):
+def test_loss_is_not_divided_with_accumulated_gradients(scenario, model, trainer_for):
     one_sample = DataLoader(torch.utils.data.Subset(model.train_dataloader().dataset, [0] * 8), batch_size=2)
     for accumulated in (1, 4):
         trainer = trainer_for(max_steps=1, limit_val_batches=0, accumulate_grad_batches=accumulated)
@@ -168,8 +168,8 @@ def test_loss_is_whole_where_gradients_are_accumulated(scenario, model, trainer_
     assert whole == pytest.approx(plain)
 
 
-def test_a_loss_that_is_spread_over_ranks_is_put_together_by_all_of_them(monkeypatch):
-    """Where only some read it, a sum over ranks would wait for the others for ever."""
+def test_a_sharded_loss_is_gathered_by_all_ranks(monkeypatch):
+    """If only some ranks read it, a sum over ranks would wait forever for the others."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
@@ -184,7 +184,7 @@ def test_a_loss_that_is_spread_over_ranks_is_put_together_by_all_of_them(monkeyp
         dist.destroy_process_group()
 
 
-def test_losses_that_are_not_finite_are_not_told(scenario, model, trainer_for, monkeypatch):
+def test_losses_that_are_not_finite_are_not_reported(scenario, model, trainer_for, monkeypatch):
     monkeypatch.setattr(type(model), "loss", lambda self, batch: self.body.weight.sum() * float("nan"))
     trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
     assert scenario.link.losses == []

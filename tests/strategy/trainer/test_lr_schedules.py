@@ -1,4 +1,4 @@
-"""Schedules by steps of a learner that joins a run which has come somewhere."""
+"""Schedules by steps of a learner that joins a run late."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count(optimizer: Any) -> LambdaLR:
 
 
 class Scheduled(TinyModel):
-    """Notes the rate that its schedule gives to each step, as a multiple of the optimizer's own."""
+    """Records the rate of each step, as a multiple of the optimizer's own rate."""
 
     def __init__(self, schedule: Callable[[Any], Any] = count, **config: Any) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Scheduled(TinyModel):
 
 @pytest.fixture
 def late(scenario: Scenario, trainer_for: Callable[..., L.Trainer]) -> Fit:
-    """Fits a learner that joins at step 8 of the run; the rates of its own steps."""
+    """Fits a learner that joins at step 8 of the run; returns the rates of its steps."""
     scenario.is_late, scenario.run_steps = True, 8
 
     def fit(schedule: Callable[[Any], Any] = count, *, trainer: dict[str, Any] | None = None, **config: Any) -> Any:
@@ -57,7 +57,7 @@ def test_the_first_learners_schedule_begins_at_its_start(scenario: Scenario, lat
     assert late() == pytest.approx(range(20))
 
 
-def test_a_run_that_is_further_than_max_steps_has_the_last_rate(scenario: Scenario, late: Fit) -> None:
+def test_a_run_beyond_max_steps_has_the_last_rate(scenario: Scenario, late: Fit) -> None:
     scenario.run_steps = 800
     assert late() == pytest.approx([20] * 20)
 
@@ -66,18 +66,20 @@ def test_a_run_that_is_further_than_max_steps_has_the_last_rate(scenario: Scenar
     ("frequency", "batches", "expected"),
     [(2, 1, [4, 4, 5, 5, 6, 6]), (1, 2, [8, 8, 9, 9, 10, 10]), (4, 2, [4, 4, 4, 4, 5, 5])],
 )
-def test_rarer_updates_are_counted_as_they_come(late: Fit, frequency: int, batches: int, expected: list[int]) -> None:
+def test_less_frequent_updates_are_counted_correctly(
+    late: Fit, frequency: int, batches: int, expected: list[int]
+) -> None:
     rates = late(frequency=frequency, trainer={"accumulate_grad_batches": batches})
     assert rates[:6] == pytest.approx(expected)
 
 
-def test_a_schedule_that_refuses_to_pass_its_end_is_held_there(late: Fit) -> None:
+def test_a_schedule_that_cannot_pass_its_end_is_held_there(late: Fit) -> None:
     rates = late(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20, cycle_momentum=False))
     assert len(rates) == 20
     assert rates[12:] == [rates[12]] * 8
 
 
-def test_schedules_of_schedules_go_along(late: Fit) -> None:
+def test_nested_schedules_are_advanced(late: Fit) -> None:
     def chain(optimizer: Any) -> SequentialLR:
         return SequentialLR(optimizer, [count(optimizer), StepLR(optimizer, 2, gamma=0.5)], milestones=[6])
 
@@ -88,13 +90,13 @@ def test_schedules_of_schedules_go_along(late: Fit) -> None:
     assert late(chain)[0] == pytest.approx(alone["optimizer"].param_groups[0]["lr"] / 0.1)
 
 
-def test_chained_schedules_are_held_at_the_end_too(late: Fit) -> None:
+def test_chained_schedules_are_held_at_the_end(late: Fit) -> None:
     assert late(lambda optimizer: ChainedScheduler([count(optimizer)])) == pytest.approx([*range(8, 20), *[20] * 8])
 
 
 def test_a_schedule_of_another_library_trains(trainer_for: Callable[..., L.Trainer], scenario: Scenario) -> None:
     class OfTimm:
-        """What timm's schedulers have."""
+        """The interface of timm's schedulers."""
 
         def __init__(self, optimizer: Any) -> None:
             self.optimizer = optimizer
@@ -123,7 +125,7 @@ def test_a_schedule_of_another_library_trains(trainer_for: Callable[..., L.Train
         ({}, {"max_steps": -1, "max_epochs": 2}, "because Trainer has no max_steps"),
     ],
 )
-def test_a_schedule_whose_end_is_not_known_in_steps_begins_at_its_start(
+def test_a_schedule_without_a_known_end_in_steps_begins_at_its_start(
     late: Fit, caplog: Any, config: dict[str, Any], trainer: dict[str, Any], sentence: str
 ) -> None:
     assert late(trainer=trainer, **config)[0] == 0

@@ -1,4 +1,4 @@
-"""Optimizers that keep copies of parameters do not undo landings, and come back beside the run's values."""
+"""Optimizers that keep copies of parameters do not undo landings, and are restored relative to the run's values."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ MOVE = 0.5
 
 
 class Lands(Callback):
-    """After the second step each anchor, and what was adopted with it, moves by MOVE."""
+    """Moves each anchor and its parameters by MOVE after the second step."""
 
     def __init__(self, scenario):
         self.scenario = scenario
@@ -49,7 +49,7 @@ def test_a_landing_is_not_undone_by_later_steps(scenario, model, trainer_for, ki
         assert torch.allclose(weight, start + MOVE, **tolerance)
 
 
-def test_copies_are_beside_the_anchor_while_it_is_shown_and_come_back_exactly(scenario, model, trainer_for):
+def test_copies_move_to_the_shown_anchor_and_return_exactly(scenario, model, trainer_for):
     seen = {}
 
     class Watched(type(model)):
@@ -106,7 +106,7 @@ def steps(module, optimizer, number):
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_moments_are_no_copies(name):
+def test_moments_are_not_copies(name):
     module = net()
     optimizer = getattr(torch.optim, name)(module.parameters(), **OF_TORCH[name])
     copies = ParameterCopies(dict(module.named_parameters()))
@@ -117,7 +117,7 @@ def test_moments_are_no_copies(name):
 
 
 @pytest.mark.parametrize(("kind", "key"), [(ScheduleFree, "z"), (Lookahead, "slow"), (Masters, "master")])
-def test_copies_are_found_after_one_step_and_kept_beside_their_parameters(kind, key):
+def test_copies_are_found_after_one_step_and_stored_relative_to_their_parameters(kind, key):
     module = net()
     optimizer = kind(module.parameters(), lr=0.01)
     copies = ParameterCopies(dict(module.named_parameters()))
@@ -142,7 +142,7 @@ def test_copies_are_found_after_one_step_and_kept_beside_their_parameters(kind, 
         assert torch.allclose(again.state[p][key] - p, copy - was, atol=1e-6)
 
 
-def test_what_is_the_parameter_itself_is_no_copy():
+def test_the_parameter_itself_is_not_a_copy():
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     copies = ParameterCopies(dict(module.named_parameters()))
@@ -152,7 +152,7 @@ def test_what_is_the_parameter_itself_is_no_copy():
     assert [copies.of(name) for name, _ in module.named_parameters()] == [[]] * 6
 
 
-def test_copies_are_refused_where_the_device_cannot_move_them():
+def test_copies_are_refused_if_the_device_cannot_move_them():
     module = net()
     optimizer = ScheduleFree(module.parameters())
     copies = ParameterCopies(dict(module.named_parameters()))

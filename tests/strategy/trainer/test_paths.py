@@ -27,7 +27,7 @@ def files(root):
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
 
 
-def test_default_paths_lie_in_the_learners_directory(scenario, model, trainer_for, tmp_path):
+def test_default_paths_are_in_the_learners_directory(scenario, model, trainer_for, tmp_path):
     trainer = fit_as("ada", model, trainer_for, logger=True, enable_checkpointing=True)
     assert trainer.default_root_dir == str(tmp_path / "learners" / "ada")
     assert any("checkpoints" in name for name in files(tmp_path))
@@ -54,7 +54,7 @@ def test_run_dir_and_id_come_from_the_environment(scenario, model, trainer_for, 
     assert fit_as(None, model, trainer_for).default_root_dir == str(tmp_path / "run" / "learners" / "eve")
 
 
-def test_own_directory_set_by_a_launcher_is_left_alone(scenario, model, trainer_for, tmp_path, monkeypatch):
+def test_own_directory_set_by_a_launcher_is_not_changed(scenario, model, trainer_for, tmp_path, monkeypatch):
     own = tmp_path / "run" / "learners" / "l0"
     monkeypatch.setenv("DILOCO_LEARNER", "l0")
     monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path / "elsewhere"))
@@ -62,7 +62,7 @@ def test_own_directory_set_by_a_launcher_is_left_alone(scenario, model, trainer_
     assert trainer.default_root_dir == trainer.logger.save_dir == str(own)
 
 
-def test_what_lies_below_the_working_directory_moves_into_the_run(scenario, model, trainer_for, tmp_path, monkeypatch):
+def test_paths_below_the_working_directory_move_into_the_run(scenario, model, trainer_for, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -100,11 +100,11 @@ def test_last_checkpoint_is_that_of_the_learner(scenario, model, trainer_for, tm
     assert fit("ada", 3) == 1
 
 
-def test_without_an_id_nothing_is_moved(scenario, model, trainer_for, tmp_path):
+def test_without_an_id_no_path_is_changed(scenario, model, trainer_for, tmp_path):
     assert fit_as(None, model, trainer_for).default_root_dir == str(tmp_path)
 
 
-def test_validate_moves_nothing(scenario, model, trainer_for, tmp_path):
+def test_validate_changes_no_path(scenario, model, trainer_for, tmp_path):
     trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(learner="ada"))
     trainer.validate(model, verbose=False)
     assert trainer.default_root_dir == str(tmp_path)
@@ -124,22 +124,24 @@ def fit_in(model, trainer_for, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "folder"),
     [
-        ({"default_root_dir": "memory://bucket/root", "enable_checkpointing": True}, None),  # no folder of that name
-        ({"default_root_dir": None}, None),  # nobody wants any file
+        ({"default_root_dir": "memory://bucket/root", "enable_checkpointing": True}, None),  # not a folder of this name
+        ({"default_root_dir": None}, None),  # no file is wanted
         ({"default_root_dir": None, "logger": True}, "."),
         ({"default_root_dir": None, "enable_checkpointing": True}, "."),
         ({"default_root_dir": "given"}, "given"),
     ],
     ids=str,
 )
-def test_a_run_begun_here_lies_where_files_are_wanted(scenario, fit_in, tmp_path, options, folder):
+def test_a_run_that_a_learner_begins_is_in_a_permanent_folder_only_if_files_are_wanted(
+    scenario, fit_in, tmp_path, options, folder
+):
     fit_in(tmp_path, **options)
     assert scenario.link.root_dir == (None if folder is None else tmp_path if folder == "." else Path(folder))
     if folder is None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_checkpoints_of_learners_may_lie_in_a_bucket(tmp_path, monkeypatch):
+def test_checkpoints_of_learners_may_be_in_a_bucket(tmp_path, monkeypatch):
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
     assert checkpoint_url(None, None, "s3://bucket/root", "run") == "s3://bucket/root/diloco-checkpoints/run"
     assert checkpoint_url(None, None, str(tmp_path), "run") == str(tmp_path / "diloco-checkpoints" / "run")
@@ -147,7 +149,7 @@ def test_checkpoints_of_learners_may_lie_in_a_bucket(tmp_path, monkeypatch):
     assert checkpoint_url(None, tmp_path / "run", "s3://bucket/root", "run") == str(tmp_path / "run" / "checkpoints")
 
 
-def test_who_joins_by_hand_shares_checkpoints_with_the_others_on_its_machine(tmp_path, monkeypatch):
+def test_a_learner_that_joins_manually_shares_checkpoints_with_others_on_its_machine(tmp_path, monkeypatch):
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "there").mkdir()

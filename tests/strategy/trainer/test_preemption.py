@@ -1,4 +1,4 @@
-"""SIGTERM: the learner leaves in good order with a checkpoint, and the process is gone in time whatever hangs."""
+"""SIGTERM: the learner leaves cleanly with a checkpoint, and the process ends in time even if a thread hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITHIN_S = 10.0
 
 @pytest.fixture(autouse=True)
 def _this_process_stays(monkeypatch):
-    """The guard would end the tests, too."""
+    """Keep the guard from ending the test process."""
     monkeypatch.setattr(fits, "Preemption", partial(Preemption, end=lambda code: None))
 
 
@@ -41,7 +41,7 @@ def fit(scenario, model, trainer_for, tmp_path):
 
 
 class Terminate(Callback):
-    """Asks the process to end in the midst of step 5."""
+    """Sends SIGTERM to the process during step 5."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_step == 4:
@@ -71,14 +71,14 @@ def test_sigterm_leaves_with_a_checkpoint_of_the_last_step(scenario, fit, model,
 
 
 @pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
-def test_work_that_is_lost_by_a_preemption_is_told(scenario, fit, caplog, lands):
+def test_work_lost_by_a_preemption_is_reported(scenario, fit, caplog, lands):
     scenario.lands = lands
     with pytest.raises(SystemExit):
         fit(Terminate())
     assert ("pre-empted before all of this learner's work was merged" in caplog.text) != lands
 
 
-def test_sigterm_in_validation_leaves_too(scenario, fit, model, tmp_path):
+def test_sigterm_during_validation_leaves_the_run(scenario, fit, model, tmp_path):
     validate = model.validation_step
 
     def terminated(batch, batch_idx):
@@ -108,7 +108,7 @@ def test_sigterm_while_the_last_contributions_are_awaited_leaves_the_last_steps_
     assert f"at step 9, {when} all of this learner's work was merged. Its next process goes on" in caplog.text
 
 
-def test_without_checkpoints_it_leaves_all_the_same(scenario, fit, tmp_path):
+def test_a_learner_without_checkpoints_leaves_the_run_after_sigterm(scenario, fit, tmp_path):
     with pytest.raises(SystemExit):
         fit(Terminate(), every=0)
     assert "preempted" in scenario.link.events
@@ -123,12 +123,12 @@ def test_a_fit_without_sigterm_leaves_no_guard(fit):
         ended.get(timeout=0.2)
 
 
-def test_whatever_hangs_the_process_is_gone_when_the_grace_is_over():
+def test_a_hanging_process_ends_after_the_grace_period():
     ended: queue.Queue[int] = queue.Queue()
     preemption = Preemption(0.05, ended.put)
     preemption.has_trained = True
     preemption.notice()
-    preemption.close()  # a fit that was left is not yet a process that has ended
+    preemption.close()  # the fit was left, but the process has not ended
     assert ended.get(timeout=WITHIN_S) == EXIT_CODE
 
 
@@ -152,5 +152,5 @@ def test_the_time_left_counts_from_the_first_signal():
     assert preemption.left_s <= first_s < 60.0 - RESERVE_S
 
 
-def test_the_exit_code_is_the_one_that_is_started_again():
+def test_the_exit_code_causes_a_restart():
     assert EXIT_CODE == fleet._PREEMPTED_EXIT_CODE == 143

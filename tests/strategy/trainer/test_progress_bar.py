@@ -1,4 +1,4 @@
-"""Our fields in Lightning's progress bars, and the bars as they were."""
+"""Fields in Lightning's progress bars, which are restored after the fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 class Bar(ProgressBar):
-    """A user's own, with a field of its own."""
+    """A user's progress bar with its own field."""
 
     shown: list
 
@@ -32,7 +32,7 @@ class Bar(ProgressBar):
         self.shown.append(self.get_metrics(trainer, pl_module))
 
 
-def test_fields_say_where_a_learner_stands():
+def test_fields_show_the_status_of_a_learner():
     assert fields(ONLINE) == {"anchor": "v3-4", "stale": "1", "in flight": "f2,f5", "learners": "7"}
     fresh = LearnerStatus((0, 0), 0, (), None, None)
     assert fields(fresh) == {"anchor": "v0", "stale": "0", "in flight": "-", "learners": "?"}
@@ -41,7 +41,7 @@ def test_fields_say_where_a_learner_stands():
     )
 
 
-def test_an_unreachable_syncer_takes_their_place():
+def test_a_warning_about_an_unreachable_syncer_replaces_the_fields():
     assert fields(OFFLINE) == {"syncer": "offline 2m10s, training on"}
 
 
@@ -52,7 +52,7 @@ def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
 
 
-def test_a_users_bar_keeps_its_own_fields_and_is_given_back(scenario, model, trainer_for):
+def test_a_users_bar_keeps_its_own_fields_and_is_restored(scenario, model, trainer_for):
     bar = Bar()
     bar.shown = []
     trainer_for(callbacks=bar, enable_progress_bar=True, max_steps=2).fit(model)
@@ -60,7 +60,7 @@ def test_a_users_bar_keeps_its_own_fields_and_is_given_back(scenario, model, tra
     assert "get_metrics" not in vars(bar)
 
 
-def test_a_failed_fit_gives_the_bar_back(scenario, model, trainer_for):
+def test_the_bar_is_restored_after_a_failed_fit(scenario, model, trainer_for):
     scenario.step_error = RuntimeError("no")
     bar = Bar()
     with pytest.raises(RuntimeError, match="no"):
@@ -69,7 +69,7 @@ def test_a_failed_fit_gives_the_bar_back(scenario, model, trainer_for):
 
 
 @pytest.mark.parametrize(("said", "colour"), [(Terminal(), "\x1b[33m"), (io.StringIO(), "")])
-def test_tqdm_colours_the_words_at_a_terminal_only(scenario, model, trainer_for, said, colour):
+def test_tqdm_colours_the_words_only_on_a_terminal(scenario, model, trainer_for, said, colour):
     scenario.standing = OFFLINE
     with contextlib.redirect_stdout(said):
         trainer_for(callbacks=TQDMProgressBar(), enable_progress_bar=True, num_sanity_val_steps=0).fit(model)

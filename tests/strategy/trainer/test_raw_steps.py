@@ -1,4 +1,4 @@
-"""Optimizer steps that bypass Lightning are inner steps like all others."""
+"""Optimizer steps that bypass Lightning count as inner steps."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def trained(model):
 
 
 def by_hand(kind, optimizers):
-    """A module that steps by hand, with what `optimizers(module)` returns."""
+    """Return a module that steps manually, with the result of `optimizers(module)`."""
 
     class ByHand(kind):
         def __init__(self):
@@ -44,7 +44,7 @@ def of_its_own(module):
 
 
 @pytest.mark.parametrize("optimizers", [without_lightning, of_its_own])
-def test_steps_by_hand_count_and_settle_first(scenario, model, trainer_for, optimizers):
+def test_manual_steps_count_and_settle_first(scenario, model, trainer_for, optimizers):
     module = by_hand(type(model), optimizers)
     trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=3, limit_val_batches=0).fit(module)
     assert scenario.link.steps == [(BATCH_TOKENS, "tokens")] * 3
@@ -62,7 +62,7 @@ def test_step_of_an_overridden_optimizer_step_counts_once(scenario, model, train
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Steps another optimizer within its own step, as Lookahead does."""
+    """Steps another optimizer within its own step, like Lookahead."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -73,7 +73,7 @@ class Wrapping(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
-def test_a_step_within_a_step_is_a_part_of_it(scenario, model, trainer_for, is_raw):
+def test_a_nested_step_does_not_count_twice(scenario, model, trainer_for, is_raw):
     class Candidate(type(model)):
         def configure_optimizers(self):
             return Wrapping(trained(self))
@@ -97,7 +97,7 @@ def test_optimizers_of_other_parameters_do_not_count(scenario, model, trainer_fo
 
 
 class Updated(TinyModel):
-    """Code of its own updates the parameters in every second batch, without an optimizer of torch."""
+    """Updates its parameters in every second batch, without an optimizer of torch."""
 
     def __init__(self):
         super().__init__()
@@ -117,14 +117,12 @@ def test_updates_without_an_optimizer_are_inner_steps(scenario, trainer_for, cap
     before = module.body.weight.detach().clone()
     trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=4, limit_val_batches=0).fit(module)
     assert scenario.link.steps == [(BATCH_TOKENS, "tokens")] * 4
-    assert torch.equal(module.body.weight, before + 1)  # the anchor, which has grown by 1
+    assert torch.equal(module.body.weight, before + 1)  # the anchor, which has increased by 1
     assert "no inner step was counted" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-def test_batches_between_the_steps_of_an_optimizer_that_lightning_does_not_know_are_no_inner_steps(
-    scenario, trainer_for
-):
+def test_batches_between_steps_of_an_unknown_optimizer_are_not_inner_steps(scenario, trainer_for):
     class Accumulates(Updated):
         def training_step(self, batch, batch_idx):
             self.manual_backward(self.loss(batch))
@@ -135,9 +133,7 @@ def test_batches_between_the_steps_of_an_optimizer_that_lightning_does_not_know_
     assert len(scenario.link.steps) == 3
 
 
-def test_a_fit_without_an_inner_step_keeps_what_was_trained_and_says_what_to_do(
-    scenario, trainer_for, caplog, tmp_path
-):
+def test_a_fit_without_an_inner_step_keeps_the_trained_parameters_and_warns(scenario, trainer_for, caplog, tmp_path):
     class Holds(Updated):
         def configure_optimizers(self):
             return TinyModel.configure_optimizers(self)
@@ -146,7 +142,7 @@ def test_a_fit_without_an_inner_step_keeps_what_was_trained_and_says_what_to_do(
             self.trainer.save_checkpoint(tmp_path / "last.ckpt")
 
     module = Holds()
-    trained = module.body.weight.detach() + 2 + 1  # at the end the anchor moves by 1, and carries the module along
+    trained = module.body.weight.detach() + 2 + 1  # at the end the anchor and the module move by 1
     trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=4, limit_val_batches=0).fit(module)
     assert scenario.link.steps == []
     torch.testing.assert_close(module.body.weight.detach(), trained)
@@ -157,7 +153,7 @@ def test_a_fit_without_an_inner_step_keeps_what_was_trained_and_says_what_to_do(
     assert "call step() of the optimizers that configure_optimizers returns" in warning
 
 
-def test_no_step_is_seen_after_the_fit(scenario, model, trainer_for):
+def test_steps_after_the_fit_are_ignored(scenario, model, trainer_for):
     trainer_for(max_steps=1, limit_val_batches=0).fit(model)
     optimizer = model.configure_optimizers()
     optimizer.step()

@@ -18,7 +18,7 @@ from tests.strategy.conftest import LENGTH, Scenario, TinyModel
 
 BATCH, BATCHES = 4, 6  # samples of a batch, batches of an epoch
 STEP_TOKENS = BATCH * LENGTH
-LOW_ENOUGH = {"monitor": "val_loss", "stopping_threshold": 1e9}  # any loss is
+LOW_ENOUGH = {"monitor": "val_loss", "stopping_threshold": 1e9}  # any loss is lower
 
 
 def stops(scenario: Scenario) -> list[str]:
@@ -26,7 +26,7 @@ def stops(scenario: Scenario) -> list[str]:
 
 
 class Scheduled(TinyModel):
-    """Its rate is the fleet's tokens; notes the rate of each step."""
+    """A module whose rate equals the fleet's tokens; it records the rate of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,25 +54,25 @@ def test_early_stopping_on_the_anchor_ends_the_run_before_the_drain(
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
-def test_early_stopping_at_an_epochs_end_ends_the_run_if_it_is_because_of_the_anchor(
+def test_early_stopping_at_the_end_of_an_epoch_ends_the_run_if_it_monitors_the_anchor(
     scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], monitor: str
 ) -> None:
     trainer = trainer_for(max_steps=20, callbacks=EarlyStopping(**{**LOW_ENOUGH, "monitor": monitor}))
     trainer.fit(model)
-    assert len(scenario.link.steps) == BATCHES  # of the first epoch
+    assert len(scenario.link.steps) == BATCHES  # end of the first epoch
     said = stops(scenario)
     assert len(said) == (monitor == "val_loss")
     assert all("Stopping threshold reached" in each for each in said)
 
 
-NO_BETTER = {"monitor": "val_loss", "patience": 2, "min_delta": 1e9}  # but for the first, nothing is
+NO_BETTER = {"monitor": "val_loss", "patience": 2, "min_delta": 1e9}  # only the first value is
 NO_LESS = {"threshold": 1e9, "threshold_mode": "abs"}
 VALIDATED = {"epochs": {}, "steps": {"val_check_interval": 2}, "both": {"val_check_interval": 3}}
 
 
 @pytest.mark.parametrize("often", VALIDATED)
 @pytest.mark.parametrize("lands", [True, False])
-def test_an_anchor_that_has_not_changed_stops_nobody(
+def test_an_unchanged_anchor_does_not_stop_the_run(
     scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], lands: bool, often: str
 ) -> None:
     scenario.lands = lands
@@ -88,7 +88,7 @@ def test_an_anchor_that_has_not_changed_stops_nobody(
 
 @pytest.mark.parametrize("often", ["epochs", "steps"])
 @pytest.mark.parametrize("lands", [True, False])
-def test_an_anchor_that_has_not_changed_lowers_no_rate(
+def test_an_unchanged_anchor_does_not_lower_the_rate(
     scenario: Scenario, trainer_for: Callable[..., L.Trainer], lands: bool, often: str
 ) -> None:
     class Plateau(TinyModel):
@@ -107,7 +107,7 @@ def test_an_anchor_that_has_not_changed_lowers_no_rate(
 
 
 @pytest.mark.parametrize("when", ["local parameters", "training"])
-def test_stopping_for_another_reason_ends_this_learner_only(
+def test_stopping_for_another_reason_ends_only_this_learner(
     scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], when: str
 ) -> None:
     class AfterABatch(Callback):
@@ -127,7 +127,7 @@ def test_stopping_for_another_reason_ends_this_learner_only(
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_run_that_others_ended_ends_here(
+def test_a_learner_stops_when_others_have_ended_the_run(
     scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], after: int
 ) -> None:
     scenario.stopped_after = after
@@ -147,12 +147,12 @@ def test_a_token_budget_ends_the_run(
     assert stops(scenario) == [f"stop the run: max_fleet_tokens={limit} reached"]
 
 
-def test_a_budget_that_is_none_is_refused() -> None:
+def test_an_invalid_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_fleet_tokens=0: must be an integer of at least 1"):
         DecoupledDiLoCoStrategy(max_fleet_tokens=0)
 
 
-def test_a_schedule_by_fleet_tokens_starts_where_the_run_is(
+def test_a_schedule_by_fleet_tokens_starts_at_the_runs_position(
     scenario: Scenario, trainer_for: Callable[..., L.Trainer]
 ) -> None:
     scenario.others_tokens = 1000

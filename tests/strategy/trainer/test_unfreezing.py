@@ -1,4 +1,4 @@
-"""Parameters that are unfrozen during a fit are exchanged from its start, or training stops and names them."""
+"""Parameters that are unfrozen during a fit are exchanged from its start; otherwise an error names them."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2, "limit_val
 
 
 class Unfreezes(Callback):
-    """By hand, without a word to anybody."""
+    """Unfreezes a layer manually, without a finetuning callback."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,7 +45,7 @@ def test_with_a_finetuning_callback_all_parameters_are_exchanged(scenario, train
     assert torch.equal(module.backbone.weight, before + 1)  # the anchor, as for all parameters
 
 
-def test_a_model_that_is_all_frozen_can_be_unfrozen_by_a_callback(scenario, trainer_for, model):
+def test_a_completely_frozen_model_can_be_unfrozen_by_a_callback(scenario, trainer_for, model):
     class Late(BackboneFinetuning):
         def on_fit_start(self, trainer, pl_module): ...
 
@@ -60,7 +60,7 @@ def test_a_model_that_is_all_frozen_can_be_unfrozen_by_a_callback(scenario, trai
     assert len(scenario.link.steps) == 6
 
 
-def test_what_an_optimizer_holds_is_exchanged_and_may_be_unfrozen_by_hand(scenario, model, trainer_for, caplog):
+def test_parameters_of_an_optimizer_are_exchanged_and_may_be_unfrozen_manually(scenario, model, trainer_for, caplog):
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
     assert scenario.link.model.shapes.keys() == HEAD | FROZEN
@@ -88,7 +88,7 @@ def test_an_average_with_requires_grad_is_exchanged_and_named(scenario, trainer_
     assert caplog.text.count(said) == (is_automatic and not is_frozen)
 
 
-def test_unfreezing_what_is_not_exchanged_stops_training_and_names_it(scenario, model, trainer_for):
+def test_unfreezing_a_parameter_that_is_not_exchanged_stops_training_and_names_it(scenario, model, trainer_for):
     with pytest.raises(ConfigError, match=r"frozen.weight, frozen.bias: unfrozen during the fit, but not exchanged"):
         trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
     assert len(scenario.link.steps) == 2
@@ -114,14 +114,12 @@ def test_the_base_of_an_adapter_is_not_exchanged(scenario, trainer_for):
     assert all("lora_" in name for name in scenario.link.model.shapes)
 
 
-def test_names_of_frozen_parameters_can_be_given(model):
+def test_frozen_parameters_can_be_named_for_the_exchange(model):
     assert trainable_parameters(model, ["frozen.weight", "elsewhere"]).keys() == HEAD | {"frozen.weight"}
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_layer_that_is_replaced_during_the_fit_is_an_error_and_a_new_optimizer_alone_is_none(
-    scenario, trainer_for, model, replaces
-):
+def test_a_layer_replaced_during_the_fit_is_an_error_and_a_new_optimizer_is_not(scenario, trainer_for, model, replaces):
     class NewOptimizer(Callback):
         def on_train_epoch_start(self, trainer, pl_module):
             if trainer.current_epoch == 1:
@@ -154,7 +152,7 @@ def test_parameters_that_an_optimizer_gets_during_the_fit_are_an_error(scenario,
     assert len(scenario.link.steps) == 2
 
 
-def test_a_tensor_of_no_module_that_an_optimizer_held_from_the_start_is_none_of_them(scenario, trainer_for, model):
+def test_a_tensor_outside_of_modules_that_an_optimizer_held_from_the_start_is_no_error(scenario, trainer_for, model):
     temperature = torch.zeros((), requires_grad=True)
     model.configure_optimizers = lambda: torch.optim.SGD([model.body.weight, temperature], lr=0.1)
 
