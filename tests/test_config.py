@@ -43,7 +43,7 @@ def test_explicit_overlap_is_never_changed() -> None:
 
 
 @pytest.mark.parametrize("given", [{"sync_every": 0}, {"sync_every": "many"}, {"num_fragments": 1.5}])
-def test_bad_option_is_named_and_not_made_worse(given: dict[str, object]) -> None:
+def test_a_bad_option_is_named_without_further_problems(given: dict[str, object]) -> None:
     problems = RunConfig.with_defaults(given).problems()
     assert len(problems) == 1
     assert next(iter(given)) in problems[0]

@@ -1,10 +1,12 @@
-"""The shape of the package, read from its source.
+"""The structure of the package, checked in its source.
 
-1. LAYERS reads downwards: a module imports from its own layer and from lower ones, never from a neighbour behind a bar.
-   Imports inside functions and under TYPE_CHECKING count: what is needed for a type is needed.
-2. NARROWER names the layers that may use only some of those below. LIBRARIES names what each may use from outside.
-3. Only `cli` prints. Environment variables are those of `lightning_diloco.environment`, read where it says.
-4. No module imports itself by way of others, and no folder has more than twenty modules.
+1. LAYERS is ordered from the top: a module imports from its own layer and from lower ones, never from a neighbour
+   behind a bar. Imports inside functions and under TYPE_CHECKING count.
+2. NARROWER lists layers that may use only some of the lower layers. LIBRARIES lists the external packages of each
+   layer.
+3. Only `cli` prints. Environment variables are those of `lightning_diloco.environment`, read only in the modules listed
+   there.
+4. No module imports itself through others, and no folder has more than twenty modules.
 5. Every module has a docstring, and everything in an `__all__` exists (this one imports the modules that have one).
 """
 
@@ -71,12 +73,12 @@ WHOLE = "the whole environment"
 
 
 def layer_of(where: str) -> str:
-    """Layer of a path below the package or of a dotted name below it."""
+    """Return the layer of a path or of a dotted name below the package."""
     return where.replace("/", ".").removesuffix(".py").partition(".")[0]
 
 
 def below() -> dict[str, set[str]]:
-    """What each layer may import, itself included."""
+    """Return the layers that each layer may import, including itself."""
     allowed: dict[str, set[str]] = {}
     for level in reversed(LAYERS.split(" > ")):
         lower = set(allowed)
@@ -86,7 +88,7 @@ def below() -> dict[str, set[str]]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of all modules imported anywhere in a module; `from package import name` counts as package.name."""
+    """Return the dotted names of all imports in a module; `from package import name` counts as package.name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -96,7 +98,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def import_offences(where: str, source: str) -> list[str]:
-    """What a module imports although its layer may not."""
+    """Return the imports of a module that its layer may not use."""
     layer, allowed = layer_of(where), below()
     if layer not in allowed:
         return [f"{where} is in no layer: add {layer!r} to LAYERS"]
@@ -115,7 +117,7 @@ def import_offences(where: str, source: str) -> list[str]:
 
 
 def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Modules that import each other, directly or by way of others."""
+    """Return modules that import each other, directly or through others."""
     names = {where.removesuffix(".py").removesuffix("/__init__").replace("/", "."): where for where in sources}
     below = {where: {names[m] for m in _modules(source, names)} - {where} for where, source in sources.items()}
     while leaves := [where for where, lower in below.items() if not lower & below.keys()]:
@@ -127,20 +129,20 @@ def circles(sources: Mapping[str, str]) -> list[list[str]]:
 def _modules(source: str, names: Mapping[str, str]) -> Iterator[str]:
     for full in imported(ast.parse(source)):
         name = full.removeprefix(f"{PACKAGE}.")
-        found = name if name in names else name.rpartition(".")[0]  # of a name in a module, the module
+        found = name if name in names else name.rpartition(".")[0]  # the module of a name in it
         if full.startswith(PACKAGE) and found in names:
             yield found
 
 
 def print_offences(where: str, source: str) -> list[str]:
-    """Calls of `print` outside `cli`."""
+    """Return calls of `print` outside `cli`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     prints = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
     return [f"{where}:{line} prints" for line in prints if layer_of(where) != "cli"]
 
 
 def environment_reads(source: str) -> set[str]:
-    """Variables that a module reads by name, and WHOLE where it takes all of them, writes one or computes a name."""
+    """Return the variables that a module reads by name; WHOLE if it reads all, writes one or computes a name."""
     tree = ast.parse(source)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     return {_variable(node, parents) for node in ast.walk(tree) if _is_environment(node)}
@@ -154,7 +156,7 @@ def _is_environment(node: ast.AST) -> bool:
 
 
 def _variable(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
-    """The constant in `environ.get(X)`, `getenv(X)`, `environ[X]` (read) or `X in environ`."""
+    """Return the constant in `environ.get(X)`, `getenv(X)`, `environ[X]` (read) or `X in environ`."""
     name: ast.AST | None = None
     match parents.get(node):
         case ast.Attribute(attr="get") as get:
@@ -168,7 +170,7 @@ def _variable(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
 
 
 def missing_names(module: ModuleType) -> list[str]:
-    """Names in `__all__` that the module does not have, not even lazily."""
+    """Return names in `__all__` that the module does not have, not even lazily."""
     return [name for name in module.__all__ if not hasattr(module, name)]
 
 
@@ -200,7 +202,7 @@ def test_imports_point_down(where: str) -> None:
         ("extra/thing.py", "", "extra"),
     ],
 )
-def test_an_import_that_points_up_or_outside_is_found(where: str, source: str, offender: str) -> None:
+def test_an_import_that_points_up_or_outside_is_detected(where: str, source: str, offender: str) -> None:
     (offence,) = import_offences(where, source)
     assert offender in offence
 
@@ -220,11 +222,11 @@ def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
 
 
 @pytest.mark.seconds
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_through_others() -> None:
     assert circles(SOURCES) == []
 
 
-def test_a_circle_is_found() -> None:
+def test_a_circular_import_is_detected() -> None:
     a, b = "from lightning_diloco.b import x", "def f():\n    from lightning_diloco import a"
     assert circles({"a.py": a, "b.py": b, "c.py": a}) == [["a.py", "b.py", "c.py"]]
 
@@ -245,14 +247,14 @@ def test_only_the_command_line_prints() -> None:
     assert [offence for where, source in SOURCES.items() for offence in print_offences(where, source)] == []
 
 
-def test_a_print_outside_the_command_line_is_found() -> None:
+def test_a_print_outside_the_command_line_is_detected() -> None:
     source = "def f(console):\n    console.print(1)\n    print(2)"
     assert print_offences("learner/link.py", source) == ["learner/link.py:3 prints"]
     assert print_offences("cli/run.py", source) == []
 
 
 @pytest.mark.seconds
-def test_environment_variables_are_read_only_where_the_table_says() -> None:
+def test_environment_variables_are_read_only_in_the_listed_modules() -> None:
     documented = {(name, where) for name, variable in VARIABLES.items() for where in variable.read_in}
     documented |= {(WHOLE, where) for where in WHOLE_IN}
     assert {(name, where) for where, source in SOURCES.items() for name in environment_reads(source)} == documented
@@ -272,7 +274,7 @@ def test_environment_variables_are_read_only_where_the_table_says() -> None:
         ("import os", set()),
     ],
 )
-def test_each_way_to_read_the_environment_is_found(source: str, reads: set[str]) -> None:
+def test_each_way_to_read_the_environment_is_detected(source: str, reads: set[str]) -> None:
     assert environment_reads(source) == reads
 
 
@@ -286,7 +288,7 @@ def test_every_exported_name_exists(where: str) -> None:
     assert missing_names(importlib.import_module(name)) == []
 
 
-def test_an_exported_name_that_does_not_exist_is_found() -> None:
+def test_an_exported_name_that_does_not_exist_is_detected() -> None:
     module = ModuleType("synthetic")
     module.__dict__.update(__all__=["there", "gone"], there=1)
     assert missing_names(module) == ["gone"]

@@ -1,4 +1,4 @@
-"""What everyone in a run agrees on."""
+"""The manifest, on which all learners of a run agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.manifest import ModelDescription, check_model, make_manife
 MODEL = ModelDescription({"embedding": (32, 4), "weight": (16, 4)}, frozenset({"embedding"}), {}, "tokens")
 
 
-def test_plan_and_options_come_out_of_a_manifest_as_they_went_in() -> None:
+def test_plan_and_options_are_restored_from_a_manifest() -> None:
     manifest, plan = make_manifest(MODEL, {"num_fragments": 4, "sync_every": 8})
     again, config = plan_of(manifest)
     assert again == plan
@@ -20,7 +20,7 @@ def test_plan_and_options_come_out_of_a_manifest_as_they_went_in() -> None:
     assert (config.sync_every, config.num_fragments, manifest["asked"]) == (8, 4, {})
 
 
-def test_model_with_few_rows_gets_fewer_fragments_and_what_was_asked_is_kept() -> None:
+def test_model_with_few_rows_gets_fewer_fragments_and_the_requested_number_is_kept() -> None:
     small = replace(MODEL, shapes={"embedding": (1, 4)})
     manifest, plan = make_manifest(small, {"num_fragments": 4, "overlap": 3})
     assert plan.num_fragments == manifest["config"]["num_fragments"] == manifest["config"]["overlap"] == 1
@@ -38,7 +38,7 @@ def test_unknown_option_is_refused() -> None:
         make_manifest(MODEL, {"sync_evry": 3})
 
 
-def test_every_difference_between_models_is_named_up_to_a_dozen() -> None:
+def test_up_to_a_dozen_differences_between_models_are_named() -> None:
     manifest, _ = make_manifest(MODEL, {})
     other = replace(MODEL, shapes={"embedding": (32, 5), "extra": (3,)})
     with pytest.raises(PlanMismatchError) as caught:
@@ -52,19 +52,19 @@ def test_every_difference_between_models_is_named_up_to_a_dozen() -> None:
         check_model(many, manifest)
 
 
-def test_other_embeddings_are_another_model() -> None:
+def test_models_with_other_embeddings_differ() -> None:
     manifest, _ = make_manifest(MODEL, {})
     with pytest.raises(PlanMismatchError, match=r"embeddings: \[\] here, \['embedding'\] in the run"):
         check_model(replace(MODEL, mean_names=frozenset()), manifest)
 
 
-def test_file_for_people_says_what_computed_it() -> None:
+def test_file_for_users_has_the_software_versions() -> None:
     written = manifest_file(make_manifest(MODEL, {})[0])
     assert written["num_parameters"] == 32 * 4 + 16 * 4
     assert {"python", "torch", "lightning_diloco", "cpu_capability", "protocol"} <= written["versions"].keys()
 
 
-def test_plan_of_a_manifest_is_the_seeders_however_few_slices_there_are() -> None:
+def test_plan_of_a_manifest_equals_the_seeders_for_any_number_of_slices() -> None:
     model = ModelDescription({"weight": (2, 32), "bias": (2,)}, frozenset(), {}, None)
     manifest, plan = make_manifest(model, {"num_fragments": 24})
     again, config = plan_of(manifest)

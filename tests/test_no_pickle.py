@@ -1,4 +1,4 @@
-"""Nothing here reads or writes pickles, nor lets somebody else's library do so: a pickle runs what it says."""
+"""The package neither reads nor writes pickles, directly or through libraries, because a pickle can run any code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARGUMENTS = {("weights_only", False), ("allow_pickle", True), ("trust_remote_cod
 
 
 def pickles(source: str) -> Iterator[str]:
-    """Everything in a source that is, or leads to, a pickle."""
+    """Return all uses of pickles in a source."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -50,5 +50,5 @@ def test_there_is_no_pickle(path: Path) -> None:
         "load(path, weights_only=False)",
     ],
 )
-def test_a_pickle_is_found(source: str) -> None:
+def test_a_pickle_is_detected(source: str) -> None:
     assert list(pickles(source))

@@ -1,4 +1,4 @@
-"""What is declared is what is there: dependencies, pins, the console script, the version, the licence."""
+"""Packaging metadata is correct: dependencies, pins, console script, version and licence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import lightning_diloco
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pytest needs it there, too
+    import tomli as tomllib  # pytest needs it on these versions, too
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -26,7 +26,7 @@ TEST = [Requirement(line) for line in PROJECT["optional-dependencies"]["test"]]
 
 
 def pins() -> dict[str, str]:
-    """The constraints file: version by canonical name."""
+    """Return the versions in the constraints file, by canonical name."""
     lines = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     found = [re.fullmatch(r"([\w.-]+)==([\w.]+)", line) for line in lines if not line.startswith("#")]
     assert all(found), f"only NAME==VERSION is allowed: {lines}"

@@ -1,4 +1,4 @@
-"""What the READMEs tell people to type: commands parse, paths exist, the Python block trains."""
+"""The READMEs: commands parse, paths exist, and the Python block trains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PYTHON = [
     if not command.startswith(("python train.py", "python -m torch.tpu."))  # the reader's own; test_torch_tpu.py
 ]
 
-CHEAP = [  # the figures of other recipes' plans are compared in tests/recipes
+CHEAP = [  # tests/recipes compares the figures of other recipes' plans
     command for command in COMMANDS if re.match(r"diloco (plan RECIPE|ls|cp RECIPE)", command.values[0])
 ]
 
@@ -57,7 +57,7 @@ def test_command_of_a_readme_parses(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", PYTHON)
-def test_what_a_readme_runs_with_python_is_there_and_has_these_options(command: str) -> None:
+def test_python_programs_of_a_readme_exist_and_have_these_options(command: str) -> None:
     words = shlex.split(command)[1:]
     if words[0] == "-m":
         found = find_spec(words[1])
@@ -66,7 +66,7 @@ def test_what_a_readme_runs_with_python_is_there_and_has_these_options(command: 
         source, words = Path(found.origin), words[2:]
     else:
         source, words = ROOT / words[0], words[1:]
-    named = source.read_text().replace("_", "-")  # some options are made of the names of fields
+    named = source.read_text().replace("_", "-")  # some options are computed from names of fields
     assert not [word for word in words if word.startswith("--") and word[2:] not in named]
     assert not [word for word in words if word.endswith(".yaml") and not (ROOT / word).exists()]
     if source == ROOT / "tests" / "bench" / "run.py":

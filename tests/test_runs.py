@@ -1,4 +1,4 @@
-"""The functions for notebooks and scripts, on a run directory made by hand and on a module."""
+"""The functions for notebooks and scripts, with a handwritten run directory and with a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel works alone: installed somewhere else, with nothing of this checkout in sight."""
+"""The wheel works in a separate installation, without this checkout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: object, cwd: Path) -> str:
-    """What a command prints; it must succeed."""
+    """Run a command, which must succeed; return its output."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "DILOCO_JOIN")}
     env |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cwd / "cache"), "NO_COLOR": "1", "COLUMNS": "200"}
     argv = [str(word) for word in words]
@@ -30,7 +30,7 @@ def run(*words: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, and the wheel that was built from it."""
+    """Return a folder with the source distribution, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -38,24 +38,24 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment with the wheel in it; what it needs comes from this environment."""
+    """Return the folder of commands of an environment with the wheel; its dependencies come from this environment."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     (wheel,) = built.glob("*.whl")
     paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
     run(sys.executable, "-m", "pip", "--python", folder, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    # As plain paths, whose own .pth files are not read: so this checkout, which is installed there, stays unknown.
+    # Plain paths, because their .pth files are not read. So the new environment does not find this checkout.
     needed = [path for path in sys.path if path.endswith("site-packages")]
     (Path(paths["purelib"]) / "needed.pth").write_text("\n".join(needed))
     return Path(paths["scripts"])
 
 
-def test_twine_has_no_objection(built: Path) -> None:
+def test_twine_accepts_the_distributions(built: Path) -> None:
     said = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
     assert said.count("PASSED") == 2
 
 
-def test_types_and_recipes_are_in_the_wheel_and_nothing_else_is(built: Path) -> None:
+def test_the_wheel_has_types_and_recipes_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"lightning_diloco/py.typed", "lightning_diloco/recipes/tiny/gpt.yaml"} <= set(names)
@@ -63,7 +63,7 @@ def test_types_and_recipes_are_in_the_wheel_and_nothing_else_is(built: Path) -> 
     assert [name for name in names if "__pycache__" in name] == []
 
 
-def test_installed_alone_it_lists_its_recipes_and_runs_one(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_lists_its_recipes_and_runs_one(installed: Path, tmp_path: Path) -> None:
     where = run(installed / "python", "-c", "import lightning_diloco as l; print(l.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
     assert "tiny/gpt" in run(installed / "diloco", "ls", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The syncer's tensors: equal bits on every way, and updates that bring every learner to them."""
+"""The syncer's tensors: equal bits on all paths, and updates that bring every learner to them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seeded(wire: Wire = "int8", **options: Any) -> AnchorStore:
 
 
 def landed(anchor: Tensor, update: Update, wire: Wire) -> Tensor:
-    """What a learner makes of an update."""
+    """Return a learner's anchor after an update."""
     if update.kind == "full":
         return tensor_of(update.payload, torch.float32)
     size = wire_nbytes(anchor.numel(), wire, 16)
@@ -81,12 +81,12 @@ def test_learner_any_number_of_versions_behind_gets_the_same_bits(wire: Wire) ->
     assert (store.anchor(1).version, store.update_for(1, 0).kind) == (0, "chain")
 
 
-def test_learner_with_nothing_or_another_past_gets_everything() -> None:
+def test_learner_without_an_anchor_or_with_another_history_gets_the_full_values() -> None:
     store = seeded()
     store.commit(0, gradient(store, 0, 0), work=1.0)
     for update in (
         store.update_for(0, None),
-        store.update_for(0, 2),  # a version that does not exist here: our disk was set back
+        store.update_for(0, 2),  # a version that does not exist here, because the disk was rolled back
         store.update_for(0, 0, generation=1),
     ):
         assert update.kind == "full"
@@ -119,7 +119,7 @@ def test_commit_is_a_nesterov_step_on_the_master() -> None:
         assert store.outer_lr(store.anchor(0)) == 0.7
 
 
-def test_automatic_lr_falls_while_gradients_are_alike_and_is_of_one_fragment() -> None:
+def test_automatic_lr_falls_while_gradients_are_alike_and_is_separate_for_each_fragment() -> None:
     store = seeded()
     lrs = [store.outer_lr(store.anchor(0))]
     for _ in range(6):
@@ -134,7 +134,7 @@ def test_automatic_lr_falls_while_gradients_are_alike_and_is_of_one_fragment() -
     assert store.outer_lr(store.anchor(0)) == pytest.approx(1 - 0.3 * 0.6), "gradients of noise"
 
 
-def test_momentum_acts_by_the_work_done() -> None:
+def test_momentum_depends_on_the_work_of_the_round() -> None:
     full, half = seeded(), seeded()
     for k in range(2):
         full.commit(0, gradient(full, 0, k), work=1.0)
@@ -144,7 +144,7 @@ def test_momentum_acts_by_the_work_done() -> None:
     assert torch.equal(half.anchor(0).momentum, g[0].mul(0.6**0.5).add(g[1]))
 
 
-def test_what_quantization_leaves_out_is_published_later() -> None:
+def test_the_quantization_error_is_published_later() -> None:
     store = seeded("int4", outer_lr=0.7)
     store.commit(0, gradient(store, 0, 0), work=1.0)
     first = (store.anchor(0).master - store.anchor(0).published).abs().max()
@@ -154,7 +154,7 @@ def test_what_quantization_leaves_out_is_published_later() -> None:
     assert (store.anchor(0).master - store.anchor(0).published).abs().max() < 1e-3 * first
 
 
-def test_merge_changes_nothing_and_gives_what_commit_takes() -> None:
+def test_merge_changes_nothing_and_its_result_can_be_committed() -> None:
     store, untouched = seeded(), seeded()
     sent = [encode(0.1 * values(store, 0, k), wire="int8", block_size=16, name="sent") for k in (5, 6)]
     merged, report = store.merge(0, sent, [0.25, 0.75])
@@ -178,7 +178,7 @@ def test_bytes_of_the_record_commit_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("version", "cut"), [(3, 0), (1, 0), (2, 16)])
-def test_record_that_does_not_follow_is_named(version: int, cut: int) -> None:
+def test_record_that_does_not_follow_the_state_is_an_error(version: int, cut: int) -> None:
     store, untouched = seeded(), seeded()
     for each in (store, untouched):
         each.commit(0, gradient(each, 0, 0), work=1.0)
@@ -212,7 +212,7 @@ def test_seed_of_another_plan_or_with_nan_is_refused() -> None:
     assert not store.is_seeded
 
 
-def test_digest_is_of_the_published_bits() -> None:
+def test_digest_covers_the_published_bits() -> None:
     store, other = seeded(), seeded()
     assert store.digest(0) == hashlib.sha256(store.anchor(0).published.numpy().tobytes()).hexdigest()
     assert store.digests() == other.digests()
@@ -227,7 +227,7 @@ def test_digests_are_computed_on_several_cores(monkeypatch: pytest.MonkeyPatch) 
     both = threading.Barrier(2)
 
     def hashed(values_P: Tensor) -> str:
-        both.wait(10.0)  # breaks if only one is computed at a time
+        both.wait(10.0)  # fails if only one is computed at a time
         return "digest"
 
     store = seeded()
@@ -274,7 +274,7 @@ def test_versions_that_come_faster_than_digests_are_skipped(monkeypatch: pytest.
     assert hashed[1] is store.anchor(0).published
 
 
-def test_frozen_state_restores_and_goes_on_with_the_same_bits() -> None:
+def test_frozen_state_is_restored_and_continues_with_the_same_bits() -> None:
     store, restored = seeded(), AnchorStore(PLAN, config())
     for k in range(5):
         store.commit(k % 2, gradient(store, k % 2, k), work=1.0)
@@ -287,7 +287,7 @@ def test_frozen_state_restores_and_goes_on_with_the_same_bits() -> None:
     assert bytes(restored.update_for(0, 1).payload) == bytes(store.update_for(0, 1).payload)
 
 
-def test_snapshot_from_before_the_automatic_lr_goes_on_with_its_fixed_lr() -> None:
+def test_snapshot_of_an_older_version_continues_with_its_fixed_lr() -> None:
     store, restored = (seeded(outer_lr=0.7) for _ in range(2))
     for k in range(3):
         store.commit(0, gradient(store, 0, k), work=1.0)
@@ -314,8 +314,8 @@ def test_snapshot_of_another_plan_or_wire_is_refused() -> None:
         AnchorStore(PLAN, config()).restore(numbers[:1], tensors)
 
 
-def test_readers_never_see_half_an_update() -> None:
-    """Every reply, at whatever moment it is taken, brings a learner to exactly the version it names."""
+def test_readers_never_see_a_partial_update() -> None:
+    """Every reply, at any time, brings a learner to exactly the version that it names."""
     reference = seeded()
     wanted = {0: reference.anchor(0).published}
     for k in range(40):

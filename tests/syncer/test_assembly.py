@@ -1,4 +1,4 @@
-"""Contributions that come in parts: merged as one, dropped as one, and in bounded memory."""
+"""Contributions that arrive in parts are merged and dropped as one, in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(learner: Learner, bulk: Bulk) -> list[Bulk]:
-    """A contribution as several ranks send it."""
+    """Return a contribution in the parts that several ranks send."""
     config, p = learner.link.config, bulk.header["ready"]["fragment"]
     numel = learner.link.plan.layout(p, config.block_size).padded_numel
     whole, kinds = tensor_of(bulk.payload, torch.uint8), {"wire": config.wire, "block_size": config.block_size}
@@ -34,7 +34,7 @@ def parts_of(learner: Learner, bulk: Bulk) -> list[Bulk]:
 
 
 def cut_up(learner: Learner, send: Callable[[list[Bulk], Callable[[Bulk], Json]], None]) -> Learner:
-    """Have its contributions travel as `send` says, which is given the parts and what takes one of them."""
+    """Send contributions by `send`, which gets the parts and a function that sends one of them."""
     put = learner.wire.put
 
     def put_parts(bulk: Bulk, *, deadline_s: float) -> Json:
@@ -51,7 +51,7 @@ def waiting(fleet: Fleet) -> int:
     return fleet.service._desk._assemblies.nbytes
 
 
-def test_parts_of_any_order_count_once_however_often_they_come(tmp_path: Path) -> None:
+def test_parts_in_any_order_and_with_repetitions_count_once(tmp_path: Path) -> None:
     orders = [0]
 
     def send(parts: list[Bulk], put: Callable[[Bulk], Json]) -> None:
@@ -73,7 +73,7 @@ def test_parts_of_any_order_count_once_however_often_they_come(tmp_path: Path) -
 
 
 @pytest.mark.seconds
-def test_a_part_that_is_lost_is_sent_again_or_nothing_is_made_of_the_others(tmp_path: Path) -> None:
+def test_a_lost_part_is_sent_again_and_the_others_are_not_used_without_it(tmp_path: Path) -> None:
     lost: list[Bulk] = []
 
     def send(parts: list[Bulk], put: Callable[[Bulk], Json]) -> None:
@@ -95,7 +95,7 @@ def test_a_part_that_is_lost_is_sent_again_or_nothing_is_made_of_the_others(tmp_
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
-def test_parts_without_the_others_wait_in_bounded_memory_and_go_with_their_learner(tmp_path: Path) -> None:
+def test_incomplete_contributions_take_bounded_memory_and_are_dropped_with_their_learner(tmp_path: Path) -> None:
     first: list[tuple[list[Bulk], Callable[[Bulk], Json]]] = []
 
     def send(parts: list[Bulk], put: Callable[[Bulk], Json]) -> None:
@@ -114,7 +114,7 @@ def test_parts_without_the_others_wait_in_bounded_memory_and_go_with_their_learn
         _refuses_what_is_no_part(parts[1], put)
         learner.enough().done()
         until(lambda: waiting(fleet) == 0, "its parts to go")
-        fleet.connect().put(parts[1], deadline_s=1.0)  # of a learner that has left: not kept
+        fleet.connect().put(parts[1], deadline_s=1.0)  # of a learner that has left; not kept
         assert waiting(fleet) == 0
         summary = fleet.stop()
     assert (summary["rounds"], summary["tokens_merged"]) == (0, 0)

@@ -1,4 +1,4 @@
-"""From recorded bytes alone, with code of its own, a run's outer gradients, anchors and ledger come out again."""
+"""Independent code computes a run's outer gradients, anchors and ledger from the recorded bytes alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16_STEP = 2.0**-8
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    options = {**OPTIONS, "merge": "rda"}  # the mean is a part of it
+    options = {**OPTIONS, "merge": "rda"}  # includes the mean
     with Fleet(tmp_path_factory.mktemp("run"), record_contributions=True, run_options=options) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
@@ -33,26 +33,26 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 
 
 def decoded(payload: torch.Tensor, numel: int) -> np.ndarray:
-    """int8 blocks, then bfloat16 scales: each is the upper half of a float32."""
+    """Decode int8 blocks and bfloat16 scales; a scale is the upper half of a float32."""
     data = payload.numpy()
     scales = (data[numel:].view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return data[:numel].view(np.int8).reshape(len(scales), -1) * scales[:, None].astype(np.float64)
 
 
 def readies_of(commit: Recorded) -> list[dict[str, int]]:
-    """Descriptions of the contributions, in the order of the payloads."""
+    """Return the descriptions of the contributions, in the order of the payloads."""
     by_session = {merge["session"]: merge["ready"] for merge in commit.record["merges"]}
     return [by_session[session] for session in commit.sessions]
 
 
 def shares_of(commit: Recorded) -> np.ndarray:
-    """Of the contributors, in that order."""
+    """Return the shares of the contributors, in that order."""
     by_session = {merge["session"]: merge["share"] for merge in commit.record["merges"]}
     return np.array([by_session[session] for session in commit.sessions])
 
 
 def outer_gradient(layout, commit: Recorded) -> np.ndarray:
-    """Token-weighted mean; directions and lengths apart where the plan does not say mean."""
+    """Compute the weighted mean, or RDA for slices that the plan does not merge by the mean."""
     values = np.stack([decoded(payload, layout.padded_numel).ravel() for payload in commit.payloads])
     shares = shares_of(commit)
     assert 0 < shares.sum() <= 1 + 1e-9
@@ -131,7 +131,7 @@ def test_ledger_is_the_sum_of_recorded_ranges(run: Fleet) -> None:
 
 
 @pytest.mark.seconds
-def test_one_flipped_byte_is_found_wherever_it_is(run: Fleet, tmp_path: Path) -> None:
+def test_one_flipped_byte_at_any_position_is_detected(run: Fleet, tmp_path: Path) -> None:
     path = sorted((run.run_dir / "syncer" / "contributions").glob("commit-*"))[0]
     whole, copy = path.read_bytes(), tmp_path / "commit.safetensors"
     for position in range(0, len(whole), 7):
@@ -142,7 +142,7 @@ def test_one_flipped_byte_is_found_wherever_it_is(run: Fleet, tmp_path: Path) ->
     assert read_commit(copy).record["fragment"] == 0
 
 
-def test_changed_values_with_a_right_checksum_change_the_outer_gradient(run: Fleet, tmp_path: Path) -> None:
+def test_changed_values_with_a_valid_checksum_change_the_outer_gradient(run: Fleet, tmp_path: Path) -> None:
     path = sorted((run.run_dir / "syncer" / "contributions").glob("commit-*"))[0]
     commit = read_commit(path)
     commit.payloads[0][0] ^= 64

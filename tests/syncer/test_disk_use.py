@@ -25,7 +25,7 @@ def nbytes(folder: Path) -> int:
 
 @pytest.mark.seconds
 def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable_module, "MIN_LOG_BYTES", 0)  # of a small model the log may be larger than that
+    monkeypatch.setattr(durable_module, "MIN_LOG_BYTES", 0)  # the log of a small model may be larger
     options = {"sync_every": 4, "num_fragments": NUM_FRAGMENTS, "overlap": 1}
     manifest, plan = make_manifest(ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens"), options)
     numels = [plan.layout(p, manifest["config"]["block_size"]).padded_numel for p in range(NUM_FRAGMENTS)]

@@ -1,4 +1,4 @@
-"""Rounds of four learners, one of them broken: what is found of each contribution."""
+"""Verdicts on contributions in rounds of four learners, one of them broken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rounds:
         self.seq = 0
 
     def next(self, mad: float, cosine: float = 0.5, *, names: str = "a b c mad", on_trial: bool = False) -> Verdict:
-        """The verdict on mad, whose contribution has this norm; others have about 1."""
+        """Return the verdict on mad, whose contribution has this norm; those of the others are about 1."""
         self.seq += 1
         ready = messages.Ready(fragment=0, seq=self.seq, base=0, generation=0, start=0, stop=8, steps=4)
         there = [Contribution(name, name, 1, ready, 4) for name in names.split()]
@@ -45,7 +45,9 @@ def rounds() -> Rounds:
 
 
 @pytest.mark.parametrize("norm", [11.0, 1e10, 6.7e33, 1e44])
-def test_what_is_far_too_long_is_refused_in_the_first_round_and_later(rounds: Rounds, norm: float) -> None:
+def test_a_contribution_that_is_much_too_long_is_refused_in_the_first_round_and_later(
+    rounds: Rounds, norm: float
+) -> None:
     for _ in range(20):
         verdict = rounds.next(norm * (1 + 0.1 * rounds.seq))
         assert verdict.is_refused
@@ -53,7 +55,7 @@ def test_what_is_far_too_long_is_refused_in_the_first_round_and_later(rounds: Ro
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-6])
-def test_what_has_nothing_in_it_is_odd_and_not_refused(rounds: Rounds, norm: float) -> None:
+def test_a_contribution_that_is_nearly_zero_is_odd_and_not_refused(rounds: Rounds, norm: float) -> None:
     verdict = rounds.next(norm)
 
     assert verdict.odd
@@ -65,19 +67,19 @@ def test_learners_of_another_pace_are_not_odd(rounds: Rounds, norm: float) -> No
     assert rounds.next(norm) == Verdict(None, likeness=0.5, is_telling=True)
 
 
-def test_the_same_again_is_refused(rounds: Rounds) -> None:
+def test_a_repeated_contribution_is_refused(rounds: Rounds) -> None:
     assert rounds.next(1.5).odd is None
     verdict = rounds.next(1.5)
     assert verdict.is_refused
     assert "to the last bit" in str(verdict.odd)
 
 
-def test_likeness_is_the_middle_one_and_takes_two_others(rounds: Rounds) -> None:
+def test_likeness_is_the_median_and_needs_two_others(rounds: Rounds) -> None:
     assert rounds.next(1.0, -0.7).likeness == -0.7
     assert rounds.next(1.1, -0.7, names="a mad").likeness is None
     assert rounds.next(1.2, -0.7, on_trial=True).likeness == -0.7
 
 
-def test_of_two_nobody_is_refused(rounds: Rounds) -> None:
+def test_with_two_learners_none_is_refused(rounds: Rounds) -> None:
     assert rounds.next(1e10, names="a mad").odd is None
     assert rounds.next(0.0, names="a mad").odd is None

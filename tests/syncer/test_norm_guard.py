@@ -1,6 +1,6 @@
-"""What the norm guard cuts off is not lost: weights and ledger, compared with training that nobody touched.
+"""Work that the norm guard cuts off is not lost: weights and ledger are compared with undisturbed training.
 
-With one learner, outer_lr=1 and no outer momentum, the anchor at the end is what the learner has trained.
+With one learner, outer_lr=1 and no outer momentum, the final anchor equals the learner's trained parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALONE = {**OPTIONS, "outer_lr": 1.0, "outer_momentum": 0.0}
 
 
 class Watched(Learner):
-    """A learner beside a copy of its parameters that takes the same steps without a run."""
+    """A learner, and a copy of its parameters that takes the same steps without a run."""
 
     def join(self) -> Watched:
         super().join()
@@ -31,7 +31,7 @@ class Watched(Learner):
             param.lerp_(self.target[name], 0.02)
 
     def jump(self, by: float) -> None:
-        """A step like no other."""
+        """Make an unusually large step."""
         self.link.settle()
         for name, param in self.undisturbed.items():
             param.add_(by)
@@ -42,7 +42,7 @@ class Watched(Learner):
         until(lambda: self.step() or fleet.num_commits >= wanted, f"{wanted} commits")
 
     def end(self, fleet: Fleet) -> float:
-        """Drain; returns how far the anchor is from undisturbed training, the greatest distance of a parameter."""
+        """Drain; return the greatest difference of a parameter between the anchor and undisturbed training."""
         self.finish()
         plan, values = self.link.plan, fleet.published()
         anchors = {name: torch.empty(shape) for name, shape in self.shapes.items()}
@@ -59,7 +59,7 @@ def watched(fleet: Fleet) -> Watched:
 
 
 @pytest.mark.seconds
-def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: Path) -> None:
+def test_work_of_an_outage_is_merged_completely(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
         learner.until_commits(fleet, 3 * MIN_SAMPLES)
@@ -69,7 +69,7 @@ def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: 
         for _ in range(200):
             learner.step()
         learner.wire.is_cut = False
-        # The long contribution leaves a hundredth of itself as rounding; the rounds after it bring that, too.
+        # A hundredth of the long contribution remains as rounding error, which later rounds merge.
         learner.until_commits(fleet, 10 * learner.link.plan.num_fragments)
         assert learner.end(fleet) < 0.02
         (member,) = fleet.service.state.roster.members.values()
@@ -79,7 +79,7 @@ def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: int) -> None:
+def test_cut_off_work_goes_into_the_next_contributions(tmp_path: Path, seed: int) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
         learner.until_commits(fleet, 3 * MIN_SAMPLES)
@@ -94,7 +94,7 @@ def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: 
 
 
 @pytest.mark.seconds
-def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) -> None:
+def test_weights_that_move_after_a_long_pause_are_merged_completely(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
         wanted, learner.target = learner.target, {name: param.detach() for name, param in learner.undisturbed.items()}
@@ -108,8 +108,8 @@ def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) ->
 
 
 @pytest.mark.seconds
-def test_a_newcomer_with_too_high_a_rate_is_told_why_it_is_refused(tmp_path: Path) -> None:
-    """Two are not enough to put it in quarantine."""
+def test_a_newcomer_with_a_rate_that_is_too_high_gets_the_reason_of_its_refusal(tmp_path: Path) -> None:
+    """Two contributions are not enough for quarantine."""
     with Fleet(tmp_path) as fleet:
         stays, leaves = (fleet.learner(name).go() for name in ("l0", "l1"))
         known = fleet.service._durable.past.usual._recent
@@ -126,14 +126,14 @@ def test_a_newcomer_with_too_high_a_rate_is_told_why_it_is_refused(tmp_path: Pat
 
 
 def taught(**norms: float) -> NormGuard:
-    """MIN_SAMPLES contributions of each learner to fragment 0, of four steps each."""
+    """Return a guard after MIN_SAMPLES contributions of each learner to fragment 0, of four steps each."""
     usual = NormGuard()
     for learner, norm in norms.items():
         usual.learn(0, [learner] * MIN_SAMPLES, [norm] * MIN_SAMPLES, [4] * MIN_SAMPLES, [1.0] * MIN_SAMPLES)
     return usual
 
 
-def test_limit_is_of_other_learners_norms_for_as_much_work() -> None:
+def test_limit_depends_on_other_learners_norms_for_the_same_work() -> None:
     usual = taught(a=2.0, b=2.0)
 
     assert usual.limit(0, "mad", 4, {"mad": (1e30, 4)}) == Limit(SCALE_DOWN * 2.0, NORM_GUARD * 2.0, 2.0, 2)
@@ -142,17 +142,17 @@ def test_limit_is_of_other_learners_norms_for_as_much_work() -> None:
     assert usual.limit(1, "mad", 4, {}).norm == float("inf"), "nothing is known of this fragment"
 
 
-def test_one_learner_among_others_does_not_move_their_limits() -> None:
+def test_one_learner_does_not_change_the_limits_of_the_others() -> None:
     for length in (1e30, 1e-30):
         assert taught(a=2.0, b=2.0, mad=length).limit(0, "a", 4, {}).refused >= NORM_GUARD * 2.0
 
 
-def test_a_learner_that_was_always_longer_may_stay_so_but_not_without_end() -> None:
+def test_a_learner_with_longer_contributions_may_keep_them_up_to_a_limit() -> None:
     assert taught(a=2.0, b=2.0, long=15.0).limit(0, "long", 4, {}).refused == NORM_GUARD * 15.0
     assert taught(a=2.0, b=2.0, mad=1e30).limit(0, "mad", 4, {}).refused == NORM_GUARD**2 * 2.0
 
 
-def test_what_was_scaled_down_is_not_learnt_from() -> None:
+def test_scaled_contributions_do_not_change_usual_norms() -> None:
     usual = taught(a=2.0)
     usual.learn(0, ["mad"] * 99, [1e30] * 99, [4] * 99, [1e-29] * 99)
 
@@ -160,28 +160,28 @@ def test_what_was_scaled_down_is_not_learnt_from() -> None:
     assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0, "by its own past: the other one has none"
 
 
-def test_in_first_rounds_contributions_to_the_same_round_are_the_measure() -> None:
+def test_in_the_first_rounds_the_contributions_to_the_same_round_set_the_limit() -> None:
     present = {"a": (1.0, 4), "b": (2.0, 4), "mad": (1e30, 4)}
 
     assert NormGuard().limit(0, "mad", 4, present).refused == NORM_GUARD * 2.0
     assert NormGuard().limit(0, "a", 4, present).refused >= NORM_GUARD * 2.0
 
 
-def test_newcomers_with_short_contributions_do_not_limit_who_was_there_before() -> None:
+def test_newcomers_with_short_contributions_do_not_limit_older_learners() -> None:
     usual = taught(old=1.0)
     warming_up = {"new": (1e-3, 4), "newer": (1e-3, 4), "old": (1.0, 4)}
 
     assert usual.limit(0, "old", 4, warming_up).refused >= NORM_GUARD * 1.0
 
 
-def test_of_two_learners_the_longer_one_is_scaled_down_and_nobody_refused() -> None:
+def test_with_two_learners_the_longer_contribution_is_scaled_down_and_not_refused() -> None:
     limit = taught(a=2.0, mad=1e30).limit(0, "mad", 4, {})
 
     assert (limit.norm, limit.refused) == (NORM_GUARD**2 * 2.0, float("inf"))
     assert taught(a=2.0).limit(0, "mad", 4, {}).norm == NORM_GUARD * 2.0, "it has no past of its own"
 
 
-def test_alone_a_learner_is_limited_by_its_own_past() -> None:
+def test_a_single_learner_is_limited_by_its_own_history() -> None:
     usual = NormGuard()
     usual.learn(0, ["a"] * (MIN_SAMPLES - 1), [2.0] * (MIN_SAMPLES - 1), [4] * 7, [1.0] * 7)
     assert usual.limit(0, "a", 4, {"a": (1.0, 4)}).norm == float("inf")
@@ -190,7 +190,7 @@ def test_alone_a_learner_is_limited_by_its_own_past() -> None:
 
 
 def decayed(*learners: str, to: float) -> NormGuard:
-    """These learners sent norms of 2 in four steps, which have shrunk since."""
+    """Return a guard to which these learners sent norms of 2 in four steps, then smaller ones."""
     usual = taught(**dict.fromkeys(learners, 2.0))
     for learner in learners:
         usual.learn(0, [learner] * 99, [to] * 99, [4] * 99, [1.0] * 99)
@@ -199,7 +199,7 @@ def decayed(*learners: str, to: float) -> NormGuard:
 
 @pytest.mark.parametrize("others", [("a",), ("a", "b"), ("late",)])
 def test_work_from_before_a_decay_is_not_cut_to_nothing(others: tuple[str, ...]) -> None:
-    """Two learners, the other one converged: what came late was merged to 3e-7 of it, in round after round."""
+    """Before, with a second learner that had converged, late work was scaled down to 3e-7 in each round."""
     limit = decayed(*others, to=1e-9).limit(0, "late", 400, {"late": (8.0, 400)})
 
     assert limit.norm >= 8.0, "a twenty-fifth of the steps' usual length before the decay"
@@ -212,10 +212,10 @@ def test_norms_of_zero_do_not_count() -> None:
     assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0, "as before"
 
     frozen = taught(a=0.0)
-    frozen.learn(0, ["a"], [1e-3], [400], [1.0])  # it moved in the last step only
+    frozen.learn(0, ["a"], [1e-3], [400], [1.0])  # it moved only in the last step
     assert frozen.limit(0, "a", 400, {}) == Limit(), "one norm is not enough"
 
 
-def test_of_one_that_only_sent_zeros_nothing_is_known() -> None:
+def test_a_learner_that_only_sent_zeros_has_no_usual_norm() -> None:
     assert taught(a=0.0).limit(0, "a", 4, {}) == Limit()
     assert taught(a=0.0, b=0.0, c=0.0).limit(0, "a", 4, {}) == Limit()

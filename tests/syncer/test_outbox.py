@@ -1,4 +1,4 @@
-"""Messages wait until they are taken, and nobody takes what was meant for another life of the syncer."""
+"""Messages wait until they are polled, and cursors of an earlier syncer process are recognized."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_diloco.transport.base import RESET
 
 
 def joined(box: Outbox, session: str = "s") -> int:
-    """A first poll, which never fits, and the cursor after it."""
+    """Make a first poll, whose cursor never fits; return the next cursor."""
     polled = box.poll(session, 0, 0.0)
     assert polled.messages == (RESET,)
     return polled.cursor
 
 
-def test_messages_come_in_order_until_they_are_acknowledged() -> None:
+def test_messages_are_returned_in_order_until_they_are_acknowledged() -> None:
     box = Outbox()
     cursor = joined(box)
     box.put("s", {"n": 1})
@@ -29,20 +29,20 @@ def test_messages_come_in_order_until_they_are_acknowledged() -> None:
     assert box.poll("s", first.cursor, 0.0).messages == ()
 
 
-def test_sessions_do_not_hear_each_other() -> None:
+def test_sessions_do_not_receive_messages_of_others() -> None:
     box = Outbox()
     cursor = joined(box, "a")
     box.put("b", {"n": 1})
     assert box.poll("a", cursor, 0.0).messages == ()
 
 
-def test_a_message_wakes_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_wakes_only_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     waiting, taken = threading.Semaphore(0), threading.Semaphore(0)
 
     class Watched(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
-            if (name := threading.current_thread().name) in "ab":  # starting a thread waits as well
+            if (name := threading.current_thread().name) in "ab":  # starting a thread waits, too
                 waits.append(name)
                 waiting.release()
             return super().wait(timeout)
@@ -99,7 +99,7 @@ def test_cursor_of_another_syncer_process_is_reset(monkeypatch: pytest.MonkeyPat
     assert after.poll("s", reset.cursor, 0.0).messages == ({"n": 2},)
 
 
-def test_what_nobody_takes_is_bounded_and_its_loss_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpolled_messages_are_bounded_and_their_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 3)
     box = Outbox()
     cursor = joined(box)
@@ -110,7 +110,9 @@ def test_what_nobody_takes_is_bounded_and_its_loss_is_told(monkeypatch: pytest.M
     assert [message["n"] for message in box.poll("s", reset.cursor, 0.0).messages] == [2, 3, 4]
 
 
-def test_made_up_sessions_take_bounded_memory_and_the_forgotten_one_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_sessions_take_bounded_memory_and_a_dropped_session_gets_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
     box = Outbox()
     cursor = joined(box)

@@ -1,8 +1,8 @@
-"""Log, snapshots and anchors together: killed or cut off from power at any point, nothing promised is lost.
+"""Log, snapshots and anchors together: a kill or a power cut at any point loses nothing that was announced.
 
-A small syncer commits from a fixed list of outer gradients, so its state is a function of how many were committed: the
-reference. `Disk` knows what was fsynced, and makes the image that a power cut would leave: of every file any part of
-what was not fsynced may be missing, and so may any name whose directory was not.
+A small syncer commits from a fixed list of outer gradients, so its state is a function of the number of commits (the
+reference). `Disk` records what was fsynced, and creates the image that a power cut would leave: any part of a file that
+was not fsynced may be missing, and so may any name whose directory was not fsynced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Fingerprint = list[object]
 
 
 class Disk:
-    """Stands in for fsync, and remembers what it was asked for."""
+    """Replaces fsync, and records its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: dict[int, int] = {}
@@ -70,7 +70,7 @@ class Disk:
 
 
 class Syncer:
-    """The durable half of a syncer: restarts from its directory, commits, takes snapshots."""
+    """The durable part of a syncer: it restarts from its directory, commits and takes snapshots."""
 
     def __init__(self, root: Path, faults: Callable[[str], None], log_type: type[RedoLog]) -> None:
         self.snapshots = SnapshotStore(root / "snapshot", faults=faults)
@@ -84,11 +84,11 @@ class Syncer:
         for record in self.log.records(1 + (snapshot.lsn if snapshot else 0)):
             header = record.header
             self.store.commit(header["fragment"], record.payload, work=header["work"], version=header["version"])
-        # What a restart finds is told to whoever joins, so it is promised from here on.
+        # Joining learners are told the restored state, so it counts as announced from here on.
         self.durable_commits = self.num_commits = sum(self.store.anchor(p).version for p in range(NUM_FRAGMENTS))
 
     def commit(self, num: int) -> None:
-        """The next `num` commits, of different fragments, in one batch; then they are told to the world."""
+        """Make the next `num` commits, of different fragments, in one batch; then announce them."""
         states = []
         for k in range(self.num_commits, self.num_commits + num):
             p, gradient, amount = work(k)
@@ -112,7 +112,7 @@ class Syncer:
 
 @cache
 def work(k: int) -> tuple[int, torch.Tensor, float]:
-    """Fragment, outer gradient and work of the kth commit."""
+    """Return fragment, outer gradient and work of the kth commit."""
     generator = torch.Generator().manual_seed(k)
     return k % NUM_FRAGMENTS, torch.randn(64, generator=generator).to(torch.bfloat16), (1 + k % 8) / 8
 
@@ -132,7 +132,7 @@ def fingerprint(store: AnchorStore) -> Fingerprint:
 
 @cache
 def reference() -> list[Fingerprint]:
-    """The state after each number of commits, of a syncer that nothing happened to and that has no disk."""
+    """Return the state after each number of commits, of an undisturbed syncer without a disk."""
     store = AnchorStore(PLAN, CONFIG)
     start(store)
     found = [fingerprint(store)]
@@ -144,7 +144,7 @@ def reference() -> list[Fingerprint]:
 
 
 def live(syncer: Syncer, chance: random.Random, patient: bool = False) -> None:
-    """Do what is left to do, with snapshots in between; if patient, try again what the disk did not take."""
+    """Make the remaining commits and some snapshots; if patient, repeat failed writes."""
     while syncer.num_commits < NUM_COMMITS:
         try:
             syncer.commit(min(chance.choice([1, 1, 2]), NUM_COMMITS - syncer.num_commits))
@@ -158,9 +158,9 @@ def live(syncer: Syncer, chance: random.Random, patient: bool = False) -> None:
 def die_and_restart(
     tmp_path: Path, disk: Disk, point: str, seed: int, *, power_cuts: float, log_type: type[RedoLog] = RedoLog
 ) -> int:
-    """Crash up to four times at a point, each time restart from what was kept, and check it; returns the crashes.
+    """Crash up to four times at a point, restart each time and check the state; return the number of crashes.
 
-    power_cuts is the part of crashes that lose what was not fsynced; the others are as kill -9 leaves things.
+    `power_cuts` is the share of crashes that lose data that was not fsynced; the others are like kill -9.
     """
     chance = random.Random(f"{point}/{seed}")
     root, promised, num_crashes = tmp_path / "life-0", 0, 0
@@ -186,7 +186,7 @@ def die_and_restart(
 @pytest.mark.seconds
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("power_cuts", [0.0, 0.7], ids=["killed", "power-cut"])
-def test_crash_at_any_point_loses_nothing_promised(
+def test_crash_at_any_point_loses_no_announced_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, power_cuts: float
 ) -> None:
     disk = Disk(monkeypatch)
@@ -196,7 +196,7 @@ def test_crash_at_any_point_loses_nothing_promised(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
-def test_many_crashes_at_any_point_lose_nothing_promised(
+def test_many_crashes_at_any_point_lose_no_announced_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     disk = Disk(monkeypatch)
@@ -205,7 +205,7 @@ def test_many_crashes_at_any_point_lose_nothing_promised(
 
 
 class NeverSyncing(RedoLog):
-    """Promises what it has not made durable."""
+    """Announces commits that are not durable."""
 
     def sync(self) -> int:
         self.durable_lsn = self.last_lsn
@@ -251,7 +251,7 @@ def test_these_tests_fail_without_fsync(
 def test_disk_error_at_any_point_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, code: int
 ) -> None:
-    """Full or failing for a moment, then well again: the syncer tries again and ends with the same bits."""
+    """The disk is full or fails for a moment. The syncer tries again and ends with the same bits."""
     disk = Disk(monkeypatch)
     chance = random.Random(point)
     root = tmp_path / "run"

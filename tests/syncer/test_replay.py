@@ -1,4 +1,4 @@
-"""A run computed again from its disk: bit for bit where nothing was touched, an error where one byte was."""
+"""Replay of a run from its files: equal bits without changes, and an error after a change of one byte."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_diloco.syncer.replay import replay
 from tests.learner.fleet import OPTIONS, Fleet, finish
 
 NUM_COMMITS = 18
-# The log tells that a merge differs; where a snapshot came after the commit, the digest on the tape does.
+# The log shows that a merge differs; if a snapshot follows the commit, the digest on the tape shows it.
 OTHER_BITS = "was merged to other bits|has the digest .* as on the tape"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two learners with a restart and snapshots in between, whose contributions were recorded."""
+    """Return a run of two learners with recorded contributions, a restart and snapshots."""
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch, Fleet(run_dir, record_contributions=True) as fleet:
         patch.setattr(durable, "MIN_LOG_BYTES", 6000)
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run that may be damaged."""
+    """Return a copy of the run that a test may damage."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -58,12 +58,12 @@ def the(run_dir: Path, pattern: str) -> Path:
     return sorted(path for path in (run_dir / "syncer").glob(pattern) if path.stat().st_size)[-1]
 
 
-def test_a_recorded_run_comes_out_again_bit_for_bit(run_dir: Path) -> None:
+def test_a_recorded_run_is_replayed_bit_for_bit(run_dir: Path) -> None:
     before = content(run_dir)
     found = replay(run_dir)
     assert found.level == "merges"
     assert found.num_merges == sum(found.versions) >= NUM_COMMITS
-    assert 0 < found.num_outer_steps < found.num_merges  # a snapshot was taken on the way
+    assert 0 < found.num_outer_steps < found.num_merges  # a snapshot was taken in between
     assert found.num_digests == found.num_merges
     assert found.is_summarized
     assert content(run_dir) == before
@@ -82,7 +82,7 @@ def test_without_recorded_contributions_the_outer_steps_are_verified(run_dir: Pa
     "pattern", ["log/*.log", "contributions/commit-0001-*", "contributions/seed-0002*", "snapshot/*/tensors-*",
                 "snapshot/*/state.json", "snapshot/*/B2SUMS"]
 )  # fmt: skip
-def test_one_flipped_byte_makes_it_fail(run_dir: Path, pattern: str) -> None:
+def test_one_flipped_byte_makes_the_replay_fail(run_dir: Path, pattern: str) -> None:
     path = the(run_dir, pattern)
     whole, chance = path.read_bytes(), random.Random(pattern)
     for position in [0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(3))]:
@@ -100,7 +100,7 @@ def forge_payload(run_dir: Path) -> None:
 
 
 def forge_gradient(run_dir: Path) -> None:
-    """A log with another outer gradient in its last commit, whole in every checksum."""
+    """Write a log with another outer gradient in its last commit and valid checksums."""
     log = RedoLog(run_dir / "syncer" / "log")
     kept = list(log.records(log.first_lsn))
     log.close()
@@ -135,7 +135,7 @@ def lose_commit(run_dir: Path) -> None:
         (lose_commit, "is missing"),
     ],
 )
-def test_what_is_whole_but_not_what_happened_makes_it_fail(
+def test_valid_files_of_another_history_make_the_replay_fail(
     run_dir: Path, forge: Callable[[Path], None], said: str
 ) -> None:
     forge(run_dir)
@@ -143,21 +143,21 @@ def test_what_is_whole_but_not_what_happened_makes_it_fail(
         replay(run_dir)
 
 
-def test_a_log_that_ends_before_the_tape_makes_it_fail(run_dir: Path) -> None:
+def test_a_log_that_ends_before_the_tape_makes_the_replay_fail(run_dir: Path) -> None:
     path = the(run_dir, "log/*.log")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptLogError, match=r"the log ends at lsn .* as on the tape"):
         replay(run_dir)
 
 
-def test_a_run_that_is_served_is_left_alone(run_dir: Path) -> None:
+def test_a_run_that_is_being_served_is_refused(run_dir: Path) -> None:
     log = RedoLog(run_dir / "syncer" / "log")
     with pytest.raises(StorageError, match="in use by a syncer"):
         replay(run_dir)
     log.close()
 
 
-def test_the_command_says_what_it_verified(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_verified_parts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(run_dir)]) == 0
     assert "verified level: merges" in capsys.readouterr().out
     forge_payload(run_dir)
@@ -165,14 +165,14 @@ def test_the_command_says_what_it_verified(run_dir: Path, capsys: pytest.Capture
     assert re.search(OTHER_BITS, capsys.readouterr().err)
 
 
-def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 1
     assert "give RUN_DIR" in capsys.readouterr().err
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("merge", ["trimmed_mean", "median"])
-def test_merges_by_coordinate_are_computed_again_bit_for_bit(tmp_path: Path, merge: str) -> None:
+def test_merges_by_coordinate_are_replayed_bit_for_bit(tmp_path: Path, merge: str) -> None:
     with Fleet(tmp_path, run_options={**OPTIONS, "merge": merge}, record_contributions=True) as fleet:
         learners = [fleet.learner(name).go() for name in "abc"]
         fleet.until_commits(9)

@@ -1,4 +1,4 @@
-"""A syncer that is started again: what it reads, how fast, and what is said meanwhile."""
+"""The restore of a restarted syncer: its files, its speed, and its answers meanwhile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> 
         assert len(snapshots) == 2, "the log can still be computed again from the older one"
         assert replay(tmp_path).num_outer_steps >= 6
         fleet.restart(cleanly=True)
-        fleet.stop()  # without anything new
+        fleet.stop()  # without new records
         assert list((tmp_path / "syncer" / "snapshot").iterdir()) == snapshots
         fleet.restart(cleanly=True)
         trained(fleet)
@@ -80,7 +80,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
 
 
 @pytest.mark.seconds
-def test_joiners_wait_for_a_restore_as_long_as_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joiners_wait_for_a_restore_while_it_makes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "REACH_S", 0.05)
     monkeypatch.setattr(joining, "RESTORING_S", 2.0)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
@@ -94,14 +94,14 @@ def test_joiners_wait_for_a_restore_as_long_as_it_gets_on(tmp_path: Path, monkey
         for record in range(4):
             door.tell(f"replaying the log, record {record} of 4")
             before = len(asked)
-            until(lambda before=before: len(asked) > before + 5, "its asking again")  # longer than REACH_S in all
+            until(lambda before=before: len(asked) > before + 5, "its asking again")  # longer than REACH_S in total
         assert not joined.done()
         door.open(fleet.service)
         joined.result(timeout=10.0)
         learner.finish()
 
 
-def test_joiners_give_up_on_a_restore_that_does_not_get_on_and_say_what_it_does(
+def test_joiners_give_up_on_a_restore_without_progress_and_report_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "RESTORING_S", 0.2)
@@ -115,9 +115,7 @@ def test_joiners_give_up_on_a_restore_that_does_not_get_on_and_say_what_it_does(
         fleet.transport.handler = fleet.service
 
 
-def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_syncer_answers_while_it_reads_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Fleet(tmp_path) as fleet:
         trained(fleet, 3)
         fleet.crash()

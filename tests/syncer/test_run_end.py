@@ -1,4 +1,4 @@
-"""A run ends when it should, and not before."""
+"""A run ends at the right time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
     assert watch.has_come(run_of(left("a"), left("b")), clock[0] + BACK_S)
 
 
-def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: list[float]) -> None:
+def test_learners_that_finished_before_a_stop_do_not_end_a_reopened_run(clock: list[float]) -> None:
     clock[0] = 1001.0
     watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.reopened()
@@ -55,7 +55,7 @@ def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: l
     assert watch.has_come(state, clock[0] + 1.0 + BACK_S)
 
 
-def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
+def test_the_syncer_waits_for_the_last_learner_while_it_polls_without_a_report(clock: list[float]) -> None:
     watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
@@ -65,7 +65,7 @@ def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: li
     assert watch.has_come(state, clock[0] + LISTENING_S)
 
 
-def test_last_leaver_is_waited_for_by_a_syncer_that_was_started_again(clock: list[float]) -> None:
+def test_a_restarted_syncer_waits_for_the_last_learner(clock: list[float]) -> None:
     watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     assert not watch.has_come(state, clock[0] + BACK_S - 0.1), "it has had no time to come back"
     clock[0] += 1.0
@@ -74,7 +74,7 @@ def test_last_leaver_is_waited_for_by_a_syncer_that_was_started_again(clock: lis
     assert watch.has_come(state, clock[0] + LISTENING_S)
 
 
-def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[float]) -> None:
+def test_the_wait_for_the_last_learner_is_limited(clock: list[float]) -> None:
     watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
@@ -83,7 +83,7 @@ def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[flo
     assert watch.has_come(state, clock[0])
 
 
-def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[float]) -> None:
+def test_the_wait_is_longer_if_validations_take_long(clock: list[float]) -> None:
     watch = RunEnd(expect=1, embedded_by=None)
     validates = Member("a", "a", 1, 0, state="active", phase="evaluating")
     for now_s in (1000.0, 1000.0 + EVALUATE_WAIT_S):
@@ -132,7 +132,7 @@ def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
     watch.contacted()
 
 
-def test_a_run_is_over_with_a_summary_of_its_own_that_nobody_served_after(tmp_path: Path) -> None:
+def test_a_run_is_over_if_it_has_a_summary_and_was_not_served_afterwards(tmp_path: Path) -> None:
     join, summary = tmp_path / "join", tmp_path / "summary.json"
     assert not is_over(tmp_path, "r")
     for path, t_s in ((join, 10), (summary, 20)):
@@ -146,5 +146,5 @@ def test_a_run_is_over_with_a_summary_of_its_own_that_nobody_served_after(tmp_pa
     assert not is_over(tmp_path, "r"), "it can be taken up again"
 
 
-def test_syncer_that_expects_nobody_serves_on(clock: list[float]) -> None:
+def test_a_syncer_that_expects_no_learners_continues_to_serve(clock: list[float]) -> None:
     assert not RunEnd(expect=None, embedded_by=None).has_come(run_of(left("a")), clock[0] + 1e6)

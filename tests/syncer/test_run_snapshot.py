@@ -1,4 +1,4 @@
-"""A snapshot of a run that goes on training: whole, consistent, and a run begins from it with an exact ledger."""
+"""A snapshot of a run that trains on is complete and consistent; a run begins from it with an exact ledger."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(fleet: Fleet) -> CheckpointStore:
 
 
 def answering(store: CheckpointStore, *names: str, step: int = 5) -> Callable[[], list[str]]:
-    """Learners that answer a marker when the fleet is looked at."""
+    """Learners that answer a marker when the fleet is queried."""
 
     def look() -> list[str]:
         if (marker := store.asked()) is not None:
@@ -43,7 +43,9 @@ def answering(store: CheckpointStore, *names: str, step: int = 5) -> Callable[[]
 
 
 @pytest.mark.slow
-def test_a_run_begins_from_a_snapshot_of_one_that_went_on(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_run_begins_from_a_snapshot_of_a_run_that_continued(
+    fleet: Fleet, store: CheckpointStore, tmp_path: Path
+) -> None:
     learners = [fleet.learner(name).go() for name in ("a", "b")]
     fleet.until_commits(9)
     before = fleet.versions
@@ -92,7 +94,7 @@ def test_the_time_since_the_snapshot_counts_as_paused(fleet: Fleet, store: Check
 
 
 def age(snapshot: Path, *, by_s: float) -> None:
-    """Change the times in a snapshot to what they would be if it had been taken so many seconds before."""
+    """Change the times in a snapshot as if it had been taken this number of seconds earlier."""
     about = json.loads((snapshot / "snapshot.json").read_text())
     (snapshot / "snapshot.json").write_text(json.dumps({**about, "taken_s": about["taken_s"] - by_s}))
     tape = snapshot / "tape" / "events.jsonl"
@@ -100,7 +102,7 @@ def age(snapshot: Path, *, by_s: float) -> None:
     tape.write_text("".join(json.dumps({**line, "t": line["t"] - by_s}) + "\n" for line in lines))
 
 
-def test_a_learner_that_does_not_answer_is_named_and_nothing_counts(
+def test_a_learner_that_does_not_answer_is_named_and_no_snapshot_is_written(
     fleet: Fleet, store: CheckpointStore, tmp_path: Path
 ) -> None:
     learner = fleet.learner("a").go()
@@ -114,21 +116,23 @@ def test_a_learner_that_does_not_answer_is_named_and_nothing_counts(
     learner.enough().done()
 
 
-def test_answers_that_come_with_the_end_of_the_time_count(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+def test_answers_at_the_end_of_the_time_limit_count(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
     fleet.learner("a").go()
     fleet.until_commits(3)
     found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a"), within_s=0.0)
     assert found.steps == {"a": 5}
 
 
-def test_one_that_does_not_train_is_kept_as_it_was_last(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_a_learner_that_does_not_train_is_used(
+    fleet: Fleet, store: CheckpointStore, tmp_path: Path
+) -> None:
     fleet.learner("a").go().enough().done()
     store.write(Checkpoint(RUN, "gone", 1, "p", 3, {}))
     found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a"), within_s=5.0)
     assert found.steps == {"a": 5, "gone": 3}
 
 
-def test_a_disk_that_changes_meanwhile_is_copied_again(
+def test_files_that_change_during_the_copy_are_copied_again(
     fleet: Fleet, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.learner("a").go().enough().done()
@@ -136,7 +140,7 @@ def test_a_disk_that_changes_meanwhile_is_copied_again(
 
     def unlucky(run_dir: Path, to: Path) -> None:
         copy(run_dir, to)
-        if next(num_calls) == 0:  # the syncer compacted in between: the log does not reach back to this snapshot
+        if next(num_calls) == 0:  # the log no longer reaches back to this snapshot
             for path in (to / "syncer" / "snapshot").rglob("*.safetensors"):
                 path.unlink()
 
@@ -147,7 +151,7 @@ def test_a_disk_that_changes_meanwhile_is_copied_again(
 
 
 @pytest.mark.parametrize("missing", ["run", "seed"])
-def test_where_there_is_nothing_to_keep_it_is_said(
+def test_a_directory_without_a_run_is_refused(
     fleet: Fleet, store: CheckpointStore, tmp_path: Path, missing: str
 ) -> None:
     run_dir, match = (tmp_path / "none", "holds no run") if missing == "run" else (fleet.run_dir, "no start values")
@@ -155,7 +159,7 @@ def test_where_there_is_nothing_to_keep_it_is_said(
         take(run_dir, tmp_path / "kept", store, lambda: [], within_s=0.0)
 
 
-def test_nothing_is_written_over(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty"):
         take(fleet.run_dir, fleet.run_dir, store, lambda: [], within_s=0.0)
     (tmp_path / "kept").mkdir()

@@ -1,4 +1,4 @@
-"""The syncer's disk under running learners, and its arithmetic."""
+"""The syncer's disk while learners run, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.learner.fleet import DEADLINE_S, OPTIONS, Fleet, finish, until
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk is tried again soon."""
+    """Make the syncer retry its disk after a short time."""
     monkeypatch.setattr(service, "RETRY_S", 0.1)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
 
 
 class FullDisk:
-    """A disk that takes nothing while `is_full`."""
+    """A disk on which writes fail while `is_full`."""
 
     def __init__(self, *points: str) -> None:
         self.points = points or ("append:before",)
@@ -54,13 +54,13 @@ class FullDisk:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def until_tried_anew(self) -> None:
-        """Wait until whatever was on its way when this was called has been refused, and something after it."""
+        """Wait until all writes in progress at this call, and a later one, have failed."""
         wanted = self.num_refused + OPTIONS["num_fragments"] + 1
         until(lambda: self.num_refused >= wanted, "another try")
 
 
 @pytest.mark.seconds
-def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_suspends_only_commits(tmp_path: Path) -> None:
     disk = FullDisk()
     with Fleet(tmp_path, faults=disk) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -85,14 +85,16 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "GOODBYE_S", DEADLINE_S)  # however slowly the other one makes its steps
+def test_waiting_actions_do_not_accumulate_while_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "GOODBYE_S", DEADLINE_S)  # independent of the speed of the other one's steps
     disk = FullDisk()
     with Fleet(tmp_path, faults=disk) as fleet:
         staying, leaving = fleet.learner("staying").go(), fleet.learner("leaving").join()
         fleet.until_commits(3)
         disk.is_full = True
-        closing_ = leaving.aside(leaving.link.close)  # says ten times a second that it leaves
+        closing_ = leaving.aside(leaving.link.close)  # sends its leave ten times a second
         until(lambda: fleet.service._todo, "a record that has to wait")
         steps = staying.steps
         until(lambda: staying.steps >= steps + 300, "steps, each of which asks for rounds")
@@ -105,7 +107,7 @@ def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.seconds
-def test_snapshots_under_way_lose_nothing_at_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_during_snapshots_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "MIN_LOG_BYTES", 0)  # state and log are small: a snapshot every few commits
     with Fleet(tmp_path) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -120,7 +122,9 @@ def test_snapshots_under_way_lose_nothing_at_a_restart(tmp_path: Path, monkeypat
     assert summary["ledger_exact"]
 
 
-def test_a_disk_that_takes_no_snapshot_still_takes_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_continue_on_a_disk_without_space_for_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(durable, "MIN_LOG_BYTES", 0)
     disk = FullDisk("rotate:before", "snapshot:before_rename")
     with Fleet(tmp_path, faults=disk) as fleet:
@@ -142,7 +146,7 @@ PLAN = FragmentPlan.balanced(SHAPES, num_fragments=1, max_slice_numel=1 << 20)
 
 
 class Arithmetic:
-    """A merger with contributions of given size, on a disk of its own."""
+    """A merge worker with contributions of a given size, on a separate disk."""
 
     def __init__(self, run_dir: Path) -> None:
         self.durable = SyncerStore(run_dir)
@@ -166,7 +170,7 @@ class Arithmetic:
 def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
     job = at.job(2e38, 3e38)
-    job.payloads[1].view(torch.bfloat16)[1:] *= -1  # all but one coordinate cancel, which gets the length of all
+    job.payloads[1].view(torch.bfloat16)[1:] *= -1  # all coordinates but one cancel, and this one gets the whole length
     refused, merged = at.merger.merge(at.shard, job)
     assert isinstance(refused, events.PayloadReceived)
     assert isinstance(merged, events.Merged)
@@ -198,7 +202,7 @@ def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) ->
     at.durable.close()
 
 
-def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
+def test_the_usual_norm_survives_a_restart_of_the_syncer(tmp_path: Path) -> None:
     before = SyncerStore(tmp_path)
     for version in range(8):
         before.note("outer", fragment=0, version=version, learners=["l1"], norms=[1.0], steps=[4], kept=[1.0])
@@ -217,7 +221,7 @@ def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [{"plan_digest": "0" * 64}, {"shapes": {"a": [4, 4]}}, {"shapes": 3}])
-def test_seed_whose_plan_is_another_than_it_says_is_rejected_and_harms_nobody(
+def test_a_seed_whose_plan_differs_from_its_digest_is_rejected_without_other_effects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, object]
 ) -> None:
     def forged(*args: object) -> tuple[dict[str, object], FragmentPlan]:
@@ -235,7 +239,7 @@ def test_seed_whose_plan_is_another_than_it_says_is_rejected_and_harms_nobody(
 # ------------------------------------------------------------------------------------------------------ run directory
 
 
-def test_run_directory_that_lost_its_log_or_its_join_string_is_not_opened(tmp_path: Path) -> None:
+def test_a_run_directory_without_its_log_or_its_join_string_is_not_opened(tmp_path: Path) -> None:
     options = SyncerOptions(run_dir=tmp_path)
     address, _ = _address_and_identity(options)
     write_join_file(tmp_path / "join", address)
@@ -246,7 +250,7 @@ def test_run_directory_that_lost_its_log_or_its_join_string_is_not_opened(tmp_pa
     with closing(RedoLog(tmp_path / "syncer" / "log")) as log:
         assert _address_and_identity(options)[0] == address
         (tmp_path / "join").unlink()
-        fresh, _ = _address_and_identity(options)  # cut short before anybody could join
+        fresh, _ = _address_and_identity(options)  # interrupted before any learner could join
         assert fresh.token != address.token
         log.append({"kind": "any"})
     with pytest.raises(ConfigError, match="join is not"):

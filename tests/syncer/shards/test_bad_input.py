@@ -1,4 +1,4 @@
-"""What a run with shards refuses, before anything is lost."""
+"""Invalid input that a run with shards refuses before anything is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.syncer.shards.test_copying import MINE, Primary
 
 
 @pytest.mark.parametrize("text", ["0/2", "2/2", "3/2", "1", "1/", "/2", "-1/2", "one/2", "1/2/3"])
-def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
+def test_an_invalid_shard_number_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--shard .*: must be k/S"):
         parsed_part(text)
     assert parsed_part("1/2") == (1, 2)
@@ -68,7 +68,7 @@ def test_a_shard_keeps_its_port(tmp_path: Path) -> None:
         ("--shards 0", "must be 1..64"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused_by_the_command(
+def test_the_command_refuses_contradictory_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
 ) -> None:
     assert main(["syncer", "--run-dir", str(tmp_path / "run"), *flags.split()]) != 0
@@ -136,14 +136,14 @@ def test_files_of_another_moment_or_of_another_shard_are_refused(tmp_path: Path)
     assert [store.anchor(p).version for p in range(3)] == [f.version for f in state.rounds.fragments]
 
 
-def test_start_values_that_come_to_the_wrong_process_are_refused() -> None:
+def test_start_values_sent_to_the_wrong_process_are_refused() -> None:
     desk = Payloads((1, 2))
     header = {"what": "seed", "session": "s0", "lease": 1, "fragment": 0}
     with pytest.raises(CorruptMessageError, match="fragment 0, which is not held here"):
         desk.take_seed("s0", Bulk(header, memoryview(bytes(8))), ("s0", 1))
 
 
-def test_a_gradient_that_was_withdrawn_later_is_not_taken_for_that_of_the_run(tmp_path: Path) -> None:
+def test_a_gradient_that_was_withdrawn_later_is_not_used(tmp_path: Path) -> None:
     """A backup of a shard may hold the version that the run has, with other values."""
     primary, p = Primary(tmp_path / "shard"), MINE[0]
     primary.seed()

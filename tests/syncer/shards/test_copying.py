@@ -1,4 +1,4 @@
-"""The shard of a standby has what the primary's shard has, whatever happens in between, and takes over from there."""
+"""The shard of a standby copies the primary's shard through all interruptions, and takes over from there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _small_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wire:
-    """Calls a shard directly, unless it is cut, or after a number of calls."""
+    """Calls a shard directly, unless it is cut, at once or after a number of calls."""
 
     def __init__(self, primary: Primary) -> None:
         self.send = self.poll = self.put = self.status = None
@@ -82,7 +82,7 @@ class Primary:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.service = ShardService(directory, PART, KEY)
-        self.decisions: list[tuple[ask.Decided, int]] = []  # with the record of the gradient
+        self.decisions: list[tuple[ask.Decided, int]] = []  # including the record of the gradient
         self.versions, self.generation = dict.fromkeys(MINE, 0), 0
         self.digests: dict[tuple[int, int], str] = {}
         self._lsns: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Primary:
         self._note_digests()
 
     def prepare(self, p: int) -> None:
-        """Log an outer gradient, unlike all others."""
+        """Log an outer gradient that differs from all others."""
         if p not in self.store.undecided:
             self._num += 1
             values_P = torch.randn(_numel(p), generator=torch.Generator().manual_seed(self._num))
@@ -115,7 +115,7 @@ class Primary:
             self._note_digests()
 
     def withdraw(self) -> None:
-        """Attach again, as a syncer does that has died before it decided."""
+        """Attach again, like a syncer that has died before its decision."""
         self.store.settle(self.versions)
 
     def regenerate(self) -> None:
@@ -140,7 +140,7 @@ class Primary:
 
 
 class Standby:
-    """The same shard of a standby, with the standby's own log of decisions."""
+    """The shard of a standby with the same number, and the standby's own log of decisions."""
 
     def __init__(self, directory: Path, primary: Primary) -> None:
         self.directory, self.primary = directory, primary
@@ -161,7 +161,7 @@ class Standby:
         self.service = ShardService(self.directory, PART, KEY, connect=connect, faults=strike)
 
     def follow(self) -> Json:
-        """Copy records, and then write the decisions whose gradients are there."""
+        """Copy records, then write the decisions whose gradients have arrived."""
         told = tuple(self.log[-3:]) if self.lsn else ()
         self.lsn = (answer := call(self.service, ask.Follow(*PART, self.following, PRIMARY.text(), 0.0, told)))["lsn"]
         for decision, lsn in self.primary.decisions[len(self.log) :]:
@@ -211,7 +211,7 @@ def standby(tmp_path: Path, primary: Primary) -> Iterator[Standby]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_takeover_has_the_bits_of_each_announced_version(primary: Primary, standby: Standby, seed: int) -> None:
-    """Its log may end anywhere: a gradient may be undecided, withdrawn or missing, and it may have copied again."""
+    """The shard's log may end at any record, with an undecided, withdrawn or missing gradient."""
     chance = random.Random(seed)
     usual = [lambda: primary.prepare(chance.choice(MINE)), lambda: primary.decide(chance.choice(MINE)), standby.follow]
     rare = [primary.withdraw, primary.regenerate, primary.snapshot, primary.restart, standby.restart]
@@ -235,7 +235,7 @@ def test_a_takeover_has_the_bits_of_each_announced_version(primary: Primary, sta
     assert digests == {p: primary.digests[p, versions[p]] for p in MINE}
 
 
-def test_a_gradient_that_was_withdrawn_is_not_that_of_the_decision(primary: Primary, standby: Standby) -> None:
+def test_a_withdrawn_gradient_is_not_used_for_the_decision(primary: Primary, standby: Standby) -> None:
     p = MINE[0]
     standby.follow()
     primary.prepare(p)
@@ -253,8 +253,8 @@ def test_a_gradient_that_was_withdrawn_is_not_that_of_the_decision(primary: Prim
     assert standby.take_over()[1][p] == primary.digests[p, 1]
 
 
-def test_without_the_rule_a_takeover_would_have_other_bits(primary: Primary, standby: Standby) -> None:
-    """The control of the test above."""
+def test_a_takeover_without_the_rule_has_other_bits(primary: Primary, standby: Standby) -> None:
+    """This is the control of the test above."""
     p = MINE[0]
     standby.follow()
     primary.prepare(p)
@@ -275,7 +275,7 @@ def test_a_decision_whose_gradient_is_missing_cannot_be_served(primary: Primary,
         standby.take_over()
 
 
-def test_a_shard_without_what_the_run_has_is_left_as_it_is(primary: Primary, standby: Standby) -> None:
+def test_a_shard_without_versions_of_the_run_is_not_changed(primary: Primary, standby: Standby) -> None:
     standby.follow()
     primary.prepare(MINE[0])
     standby.follow()
@@ -286,7 +286,7 @@ def test_a_shard_without_what_the_run_has_is_left_as_it_is(primary: Primary, sta
     assert is_copied(standby.directory), "it may follow on"
 
 
-def test_a_disk_that_fills_within_a_batch_takes_none_of_it(primary: Primary, standby: Standby) -> None:
+def test_a_disk_that_fills_during_a_batch_stores_none_of_it(primary: Primary, standby: Standby) -> None:
     standby.follow()
     for _ in range(3):
         primary.prepare(MINE[0])
@@ -339,7 +339,7 @@ def test_a_standby_writes_snapshots_of_its_own(primary: Primary, standby: Standb
             primary.prepare(p)
             primary.decide(p)
         standby.follow()
-        standby.follow()  # it hears of the decisions
+        standby.follow()  # it receives the decisions
         if standby.service._disk._writing is not None:
             standby.service._disk._writing.join()
     assert standby.service._disk.log.first_lsn > 10
@@ -367,7 +367,7 @@ def test_a_shard_whose_syncer_was_the_primary_copies_everything_again(primary: P
     assert standby.take_over()[1][MINE[0]] == primary.digests[MINE[0], 3]
 
 
-def test_it_keeps_its_own_files_until_the_copy_is_complete(primary: Primary, standby: Standby) -> None:
+def test_a_shard_keeps_its_own_files_until_the_copy_is_complete(primary: Primary, standby: Standby) -> None:
     standby.follow()
     primary.prepare(MINE[0])
     primary.decide(MINE[0])
@@ -436,14 +436,14 @@ def test_a_standby_waits_for_gradients_and_its_shards_end_with_the_run(
     assert standby.service.is_over
 
 
-def test_addresses_that_are_not_known_any_more_are_kept_and_another_number_is_refused(shards: StandbyShards) -> None:
+def test_known_addresses_are_kept_and_another_number_of_shards_is_refused(shards: StandbyShards) -> None:
     shards.know([""])
     assert shards._each[0].address == ":2"
     with pytest.raises(ConfigError, match="the primary has 3 shards, this standby has 2; start the standby again"):
         shards.know([":2", ":3"])
 
 
-def test_what_is_asked_of_a_shard_for_a_standby_needs_the_key_and_the_right_shard(primary: Primary) -> None:
+def test_requests_of_a_standby_to_a_shard_need_the_key_and_the_right_number(primary: Primary) -> None:
     with pytest.raises(ConfigError, match=r"this is shard 1 of 2; the syncer wants 1 of 3"):
         call(primary.service, ask.Follow(1, 3, "a", PRIMARY.text(), 0.0))
     header = {"what": STANDBY, "key": "another", "request": codec.dump(HaveLog(1, "h:1"))}

@@ -1,4 +1,4 @@
-"""What is done with the files of a run with shards: replay, a snapshot, another number of shards."""
+"""Operations on the files of a run with shards: replay, snapshot, and a new number of shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_SHARDS = 3
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stopped run of two learners whose contributions were recorded, with restarts and snapshots in between."""
+    """Return a stopped run of two learners with recorded contributions, restarts and snapshots."""
     run_dir = tmp_path_factory.mktemp("run")
     options = {"num_shards": NUM_SHARDS, "run_options": SIX, "record_contributions": True}
     with pytest.MonkeyPatch.context() as patch, Fleet(run_dir, **options) as fleet:
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fleet.until_commits(12)
         fleet.shards[0].restart()
         fleet.until_commits(6)
-        patch.undo()  # the commits from here on stay in the logs
+        patch.undo()  # later commits stay in the logs
         fleet.restart()
         fleet.until_commits(24)
         finish(*learners)
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run that may be changed."""
+    """Return a copy of the run that a test may change."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -80,8 +80,8 @@ def test_the_outer_steps_of_all_shards_are_computed_again(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize("pattern", ["1/log/*.log", "2/snapshot/*/tensors-*", "2/snapshot/*/state.json"])
-def test_a_flipped_byte_in_the_files_of_a_shard_makes_it_fail(run_dir: Path, pattern: str) -> None:
-    # The last record of a log may be damaged without harm: a withdrawal of what the syncer has not decided.
+def test_a_flipped_byte_in_the_files_of_a_shard_makes_the_replay_fail(run_dir: Path, pattern: str) -> None:
+    # The last record of a log may be damaged without effect, because it is the withdrawal of an undecided version.
     path = max((run_dir / "syncer" / "shards").glob(pattern), key=lambda path: path.stat().st_size)
     for position in (0, path.stat().st_size // 2):
         flip(path, position)
@@ -191,7 +191,7 @@ def test_a_run_without_start_values_may_change_its_number_of_shards(tmp_path: Pa
 
 
 @pytest.mark.seconds
-def test_what_stands_in_the_way_of_another_number_is_said(run_dir: Path) -> None:
+def test_reasons_against_another_number_of_shards_are_named(run_dir: Path) -> None:
     before = content(run_dir)
     with pytest.raises(ConfigError, match="has 6 fragments; each shard needs one"):
         settle_num_shards(run_dir, 7)
@@ -205,7 +205,7 @@ def test_what_stands_in_the_way_of_another_number_is_said(run_dir: Path) -> None
 
 
 @pytest.mark.seconds
-def test_a_shard_that_was_away_at_a_new_generation_is_dealt_in_that_generation(tmp_path: Path) -> None:
+def test_a_shard_that_was_away_at_a_new_generation_is_resharded_in_that_generation(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
@@ -222,7 +222,7 @@ def test_a_shard_that_was_away_at_a_new_generation_is_dealt_in_that_generation(t
 
 
 @pytest.mark.seconds
-def test_a_copy_of_a_shard_finds_no_records_of_another_deal(tmp_path: Path) -> None:
+def test_a_copy_of_a_shard_finds_no_records_from_before_a_resharding(tmp_path: Path) -> None:
     """A standby that was away follows the shards again after their number was changed twice."""
 
     def train(num_shards: int) -> tuple[int, int]:

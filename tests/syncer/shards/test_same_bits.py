@@ -1,4 +1,4 @@
-"""The same contributions give the same bits, whatever number of shards holds the fragments."""
+"""The same contributions give the same bits with any number of shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = plan_of(MANIFEST)[1]
 
 
 class Everybody:
-    """Everybody may upload."""
+    """Admits all uploads."""
 
     config = CONFIG
 
@@ -45,7 +45,7 @@ class Everybody:
 
 
 class Syncer:
-    """Merges what it is given, with some shards in other processes."""
+    """Merges contributions, with some shards in other processes."""
 
     def __init__(self, run_dir: Path, num_shards: int) -> None:
         self.heard: list[events.SyncerEvent] = []
@@ -86,7 +86,7 @@ class Syncer:
         self.services[p % len(self.shards) - 1].on_put(Bulk(header, bytes_of(values)))
 
     def merge(self, p: int, version: int, *, first_seq: int = 1, ends: str = "committed") -> None:
-        """Merge a contribution of each session, of which the second one may be much longer than the others.
+        """Merge a contribution of each session; the second one may be much longer than the others.
 
         Args:
             p: fragment.
@@ -137,7 +137,7 @@ class Syncer:
         self.digests[p].append((made.event.digest, merged.kept, made.report, made.prepared.lr))
 
     def run(self) -> list[list[object]]:
-        """Return what all merges gave, by fragment."""
+        """Return the results of all merges, by fragment."""
         self.digests: list[list[object]] = [[] for _ in range(NUM_FRAGMENTS)]
         for version in range(1, NUM_VERSIONS + 1):
             for p in range(NUM_FRAGMENTS):
@@ -170,7 +170,7 @@ def test_the_same_contributions_give_the_same_bits(tmp_path: Path, num_shards: i
 
 
 @pytest.mark.seconds
-def test_a_contribution_that_is_dropped_during_its_merge_makes_room_for_the_next(tmp_path: Path) -> None:
+def test_the_next_contribution_is_accepted_after_a_drop_during_the_merge(tmp_path: Path) -> None:
     syncer = Syncer(tmp_path, 2)
     try:
         syncer.digests = [[] for _ in range(NUM_FRAGMENTS)]

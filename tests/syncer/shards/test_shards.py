@@ -1,4 +1,4 @@
-"""A run whose fragments are held by several shards, over the in-memory transport."""
+"""A run with several shards, over the in-memory transport."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.storage.faults import POINTS, Faults
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call over the in-memory transport cannot be ended from outside."""
+    """Shorten the waits, because a call over the in-memory transport cannot be interrupted."""
     monkeypatch.setattr(remote, "POLL_S", 0.1)
 
 
@@ -35,7 +35,7 @@ SIX = {**OPTIONS, "num_fragments": 6, "max_slice_numel": 64}  # so that a shard 
 
 
 class FullDisk:
-    """A disk that takes nothing at these points while `is_full`.
+    """A disk that fails at these points while `is_full`.
 
     Args:
         points: see `Faults`.
@@ -55,7 +55,7 @@ class FullDisk:
 
 
 def end(fleet: Fleet, *learners: Learner) -> None:
-    """Let the learners finish; the ledger is exact, nothing is lost, and the last one has the anchors of all shards."""
+    """Let the learners finish; check the ledger, and that the last learner has the anchors of all shards."""
     finish(*learners)
     summary, digests = fleet.stop(), fleet.digests()
     assert_exact(summary)
@@ -113,7 +113,7 @@ def test_bytes_of_a_shard_are_counted_once(
 
 
 @pytest.mark.seconds
-def test_while_a_shard_is_away_the_fragments_of_the_others_go_on(tmp_path: Path) -> None:
+def test_fragments_of_other_shards_continue_while_a_shard_is_away(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(4)
@@ -145,7 +145,7 @@ def test_a_shard_that_is_killed_at_any_point_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few commits
-    monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # it dies in a thread
+    monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # it is killed in a thread
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         shard = fleet.shards[0]
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -178,7 +178,7 @@ def test_a_syncer_that_dies_between_the_two_steps_of_a_commit_loses_nothing(tmp_
 def test_a_shard_that_dies_with_start_values_gets_them_again(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         shard = fleet.shards[0]
-        shard.restart(faults=Faults("snapshot:before_rename", 0))  # its first snapshot are the start values
+        shard.restart(faults=Faults("snapshot:before_rename", 0))  # its first snapshot has the start values
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         until(lambda: shard.is_dead, "start values")
         assert fleet.service.state.manifest is None
@@ -188,7 +188,7 @@ def test_a_shard_that_dies_with_start_values_gets_them_again(tmp_path: Path) -> 
 
 
 @pytest.mark.seconds
-def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_them(tmp_path: Path) -> None:
+def test_a_shard_refuses_start_values_that_are_not_finite(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=3) as fleet:
         broken = fleet.learner("broken")
         for param in broken.params.values():
@@ -201,7 +201,7 @@ def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_the
 
 
 @pytest.mark.seconds
-def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
+def test_a_full_disk_of_a_shard_suspends_its_fragments_until_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
@@ -224,13 +224,15 @@ def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
 
 
 @pytest.mark.seconds
-def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_and_syncer_stay_consistent_if_both_disks_are_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.1)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         shard = fleet.shards[0]
 
-        def fill_the_other() -> None:  # when the shard has its part of a commit on disk, and the syncer has not
+        def fill_the_other() -> None:  # when a commit is on the shard's disk, but not on the syncer's
             others.is_full = others.is_full or bool(shard.service._disk.undecided)
 
         own, others = FullDisk("append:before", refuses=fill_the_other), FullDisk("append:before")
@@ -249,7 +251,7 @@ def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, mo
 
 
 @pytest.mark.seconds
-def test_a_shard_without_room_for_a_snapshot_still_takes_commits(
+def test_a_shard_without_space_for_a_snapshot_still_accepts_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
@@ -303,7 +305,7 @@ def test_the_log_of_a_shard_stays_short_while_the_disk_of_the_syncer_is_full(
 
 
 @pytest.mark.seconds
-def test_a_shard_whose_disk_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_whose_disk_hangs_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "SHARD_S", 1.0)
     hangs, goes_on = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a syncer with a standby sends, and when: messages wait for the records before them, the syncer does not."""
+"""Messages of a syncer with a standby wait for the records before them; the syncer itself does not wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = "key"
 
 
 class Primary:
-    """A service whose messages are noted, and a standby that says which records it has."""
+    """A service that records its messages, and a standby that reports its records."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="r", standby_key=KEY)
@@ -29,7 +29,7 @@ class Primary:
         self.changed = threading.Condition()
         monkeypatch.setattr(self.service._announcer, "_send", self.put)
         self.service._commits_thread.start()
-        self.service._messages_thread.start()  # the test is the loop thread
+        self.service._messages_thread.start()  # the test acts as the loop thread
 
     def put(self, session: str, message: dict[str, object]) -> None:
         with self.changed:
@@ -45,7 +45,7 @@ class Primary:
         self.service.on_get({"what": STANDBY, "key": KEY, "request": request, "mark": "1"})
 
     def decide(self, *records_and_messages: records.LogRecord | int) -> None:
-        """Carry out what one event leads to."""
+        """Carry out the actions of one event."""
         self.service._do(
             [
                 actions.Send("s", messages.RunIs(given, None))

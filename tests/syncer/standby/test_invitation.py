@@ -1,4 +1,4 @@
-"""The file that a standby is started with."""
+"""RUN_DIR/standby, the invitation with which a standby is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_diloco.transport.identity import ServerIdentity
 ADDRESS = JoinAddress("10.0.0.1", 4100, "run", "sesame", "0123456789abcdef" * 4)
 
 
-def test_it_reads_back_from_its_text_and_from_its_file(tmp_path: Path) -> None:
+def test_an_invitation_is_parsed_from_its_text_and_from_its_file(tmp_path: Path) -> None:
     invitation = Invitation.of(ADDRESS, ServerIdentity.create())
     invitation.write(tmp_path)
     assert (tmp_path / "standby").stat().st_mode & 0o777 == 0o600
@@ -31,14 +31,14 @@ def test_the_key_belongs_to_the_certificate_and_to_the_run() -> None:
 
 
 @pytest.mark.parametrize("text", [ADDRESS.join_string(), "missing-file", "diloco://h:7/r#sesame,key"])
-def test_anything_else_is_refused_without_showing_secrets(text: str) -> None:
+def test_an_invalid_invitation_is_refused_without_showing_secrets(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Invitation.parse(text)
     assert "standby" in str(caught.value)
     assert "sesame" not in str(caught.value)
 
 
-def test_secrets_are_not_in_its_repr() -> None:
+def test_secrets_are_not_in_the_repr() -> None:
     invitation = Invitation.of(ADDRESS, ServerIdentity.create())
     assert invitation.key not in repr(invitation)
     assert "sesame" not in repr(invitation)

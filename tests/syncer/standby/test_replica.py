@@ -1,4 +1,4 @@
-"""What a primary announces, by what its standby has on disk."""
+"""The announcements of a primary depend on the records on its standby's disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_a_standby_nothing_waits(replica: Replica, redo_log: RedoLog) ->
     assert replica.status() is None
 
 
-def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: RedoLog) -> None:
+def test_announcements_wait_for_a_standby_that_has_caught_up(replica: Replica, redo_log: RedoLog) -> None:
     write(redo_log)
     assert log_after(replica, 0), "the first record"
     assert not have(replica, 0)["counts"], "decisions before this may have been announced without it"
@@ -86,7 +86,7 @@ def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: 
 
 
 @pytest.mark.seconds
-def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come(
+def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_another_one_is_accepted(
     replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     have(replica, 0)
@@ -109,14 +109,14 @@ def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come
     ("there_and_here", "may"),
     [
         (("abcd", "abcd"), False),
-        (("abcd", "a"), False),  # the others have lapsed here, but not at the standby
+        (("abcd", "a"), False),  # the other learners have lapsed here, but not at the standby
         (("abcd", ""), False),
-        (("a", "abcd"), False),  # the others have joined here, but not at the standby
+        (("a", "abcd"), False),  # the other learners have joined here, but not at the standby
         (("ab", "ab"), True),
         (("a", "a"), True),
     ],
 )
-def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_may_know(
+def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_may_count(
     tmp_path: Path, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, there_and_here: tuple[str, str], may: bool
 ) -> None:
     there, here = there_and_here
@@ -156,7 +156,7 @@ def test_a_standby_with_a_new_copy_or_another_history_has_to_catch_up_first(
     assert not thread.is_alive()
 
 
-def test_a_standby_that_does_not_get_on_is_silent(replica: Replica, redo_log: RedoLog) -> None:
+def test_a_standby_without_progress_counts_as_silent(replica: Replica, redo_log: RedoLog) -> None:
     have(replica, 0)
     write(redo_log)
     first_s = (replica.status() or {})["silent_s"]
@@ -166,9 +166,7 @@ def test_a_standby_that_does_not_get_on_is_silent(replica: Replica, redo_log: Re
     assert (replica.status() or {})["silent_s"] < 0.1
 
 
-def test_a_restarted_primary_waits_for_the_standby_that_it_had(
-    replica: Replica, redo_log: RedoLog, tmp_path: Path
-) -> None:
+def test_a_restarted_primary_waits_for_its_standby(replica: Replica, redo_log: RedoLog, tmp_path: Path) -> None:
     have(replica, 0)
     write(redo_log)
     again = Replica(tmp_path, redo_log, KEY, Fleets())
@@ -188,7 +186,7 @@ def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoL
     assert (replica.successor, replica.common_lsn, replica.may_announce) == (HERE, 5, False)
 
 
-def test_a_syncer_that_has_taken_over_later_is_not_replaced(redo_log: RedoLog, tmp_path: Path) -> None:
+def test_a_syncer_with_a_later_takeover_is_not_replaced(redo_log: RedoLog, tmp_path: Path) -> None:
     set_reign(tmp_path, 2)
     replica = Replica(tmp_path, redo_log, KEY, Fleets())
     for number in (1, 2):
@@ -200,7 +198,7 @@ def test_a_syncer_that_has_taken_over_later_is_not_replaced(redo_log: RedoLog, t
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_a_syncer_that_stops_announces_only_what_the_standby_has(
+def test_a_stopping_syncer_announces_only_records_of_the_standby(
     replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, is_over: bool
 ) -> None:
     monkeypatch.setattr(replica_module, "LAST_WAIT_S", 0.2)
@@ -214,7 +212,7 @@ def test_a_syncer_that_stops_announces_only_what_the_standby_has(
     assert not replica.may_announce
 
 
-def test_a_standby_that_has_all_records_hears_that_the_run_is_over(replica: Replica, redo_log: RedoLog) -> None:
+def test_a_standby_with_all_records_receives_the_end_of_the_run(replica: Replica, redo_log: RedoLog) -> None:
     have(replica, 0)
     thread = threading.Thread(target=replica.end, kwargs={"is_over": True}, daemon=True)
     thread.start()
@@ -225,7 +223,7 @@ def test_a_standby_that_has_all_records_hears_that_the_run_is_over(replica: Repl
     assert replica.may_announce
 
 
-def test_files_are_listed_and_sent_from_a_byte_on(replica: Replica, tmp_path: Path) -> None:
+def test_files_are_listed_and_sent_from_any_byte(replica: Replica, tmp_path: Path) -> None:
     assert json.loads(ask(replica, AskListing())[1]) == {"lsn": None, "files": []}
     folder = tmp_path / "syncer" / "snapshot" / f"{7:020d}"
     folder.mkdir(parents=True)
@@ -239,7 +237,7 @@ def test_files_are_listed_and_sent_from_a_byte_on(replica: Replica, tmp_path: Pa
 
 
 def test_a_file_that_is_cut_while_it_is_sent_does_not_end_the_process(replica: Replica, tmp_path: Path) -> None:
-    """The tape is cut back to what is durable after an error of the disk; a mapped file would end in SIGBUS."""
+    """After a disk error, the tape is cut to its durable end; reading a mapped file would then raise SIGBUS."""
     tape = tmp_path / "tape" / "events.jsonl"
     tape.parent.mkdir()
     tape.write_bytes(b"x" * 50_000)
@@ -250,13 +248,13 @@ def test_a_file_that_is_cut_while_it_is_sent_does_not_end_the_process(replica: R
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "syncer/missing"])
-def test_no_other_file_is_sent(replica: Replica, tmp_path: Path, name: str) -> None:
+def test_files_outside_of_the_run_are_not_sent(replica: Replica, tmp_path: Path, name: str) -> None:
     (tmp_path.parent / "secret").write_text("secret")
     with pytest.raises(CorruptLogError, match="no longer, a file of this run"):
         ask(replica, AskFile(name, 0))
 
 
-def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog, tmp_path: Path) -> None:
+def test_requests_without_the_key_are_refused(replica: Replica, redo_log: RedoLog, tmp_path: Path) -> None:
     for key in ("", "wrong", None):
         with pytest.raises(AuthError, match="key of the standby"):
             replica.on_get({"key": key, "request": {"kind": "AskListing"}})
@@ -290,7 +288,7 @@ def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: obje
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:99999"])
-def test_an_address_that_is_none_is_refused(replica: Replica, address: str) -> None:
+def test_an_invalid_address_is_refused(replica: Replica, address: str) -> None:
     for request in (HaveLog(0, address), TookOver(address, 1, 5)):
         with pytest.raises(ConfigError, match="must be host:port"):
             ask(replica, request)

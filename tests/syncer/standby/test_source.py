@@ -1,4 +1,4 @@
-"""A standby's copy of a run: whole, or not there."""
+"""A standby's copy of a run is complete or absent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATE = f"syncer/snapshot/{LSN:020d}/state.json"
 
 
 class Wire:
-    """Calls a `Replica` directly; fails when it is told to."""
+    """Calls a `Replica` directly; fails on request."""
 
     def __init__(self, replica: Replica) -> None:
         self.send = self.poll = self.put = self.status = self.close = None
@@ -66,7 +66,7 @@ def made(wire: Wire) -> Source:
 
 
 def old_copy(tmp_path: Path) -> Path:
-    """A directory that has served the run before."""
+    """Return a directory that has served the run before."""
     run_dir = tmp_path / "standby"
     (run_dir / "syncer" / "snapshot" / f"{1:020d}").mkdir(parents=True)
     (run_dir / "syncer" / "log").mkdir()
@@ -84,7 +84,7 @@ def assert_new(run_dir: Path) -> None:
     assert not (run_dir / "copy").exists()
 
 
-def test_a_copy_replaces_what_was_there(tmp_path: Path, wire: Wire) -> None:
+def test_a_copy_replaces_the_previous_files(tmp_path: Path, wire: Wire) -> None:
     run_dir = old_copy(tmp_path)
     assert not is_copied(run_dir)
     assert copy_run(made(wire), run_dir, lambda: False)
@@ -95,7 +95,7 @@ def test_a_copy_replaces_what_was_there(tmp_path: Path, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("num_calls", [0, 1, 2])
-def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, wire: Wire, num_calls: int) -> None:
+def test_a_failed_copy_keeps_the_previous_files(tmp_path: Path, wire: Wire, num_calls: int) -> None:
     run_dir = old_copy(tmp_path)
     wire.calls_left = num_calls
     with pytest.raises(TransportError):
@@ -106,7 +106,7 @@ def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, wire: Wire, num
 
 
 @pytest.mark.parametrize("num_steps", range(1, 6))
-def test_a_copy_that_is_complete_is_installed_after_a_crash(
+def test_a_complete_copy_is_installed_after_a_crash(
     tmp_path: Path, wire: Wire, monkeypatch: pytest.MonkeyPatch, num_steps: int
 ) -> None:
     run_dir, steps = old_copy(tmp_path), iter(range(num_steps))
@@ -146,7 +146,7 @@ COMMON = 6
 
 
 def former_primary(tmp_path: Path, *, snapshot: int = 2, num_records: int = 9, differs_from: int = COMMON + 1) -> Path:
-    """A directory that has served the run before. Its log begins after its snapshot."""
+    """Return a directory that has served the run before, whose log begins after its snapshot."""
     run_dir = tmp_path / "former"
     (run_dir / "syncer" / "snapshot" / f"{snapshot:020d}").mkdir(parents=True)
     folder = run_dir / "syncer" / "log"
@@ -177,9 +177,7 @@ def records_in(run_dir: Path) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("num_records", [COMMON, COMMON + 1, 9, 13])
-def test_a_former_primary_keeps_the_records_that_both_have(
-    tmp_path: Path, primary: Path, wire: Wire, num_records: int
-) -> None:
+def test_a_former_primary_keeps_the_common_records(tmp_path: Path, primary: Path, wire: Wire, num_records: int) -> None:
     write(wire.replica._log, range(1, 12))
     run_dir = former_primary(tmp_path, num_records=num_records)
     assert cut_to_common(made(wire), run_dir)
@@ -191,12 +189,12 @@ def test_a_former_primary_keeps_the_records_that_both_have(
 @pytest.mark.parametrize(
     "found",
     [
-        {"snapshot": COMMON + 1},  # it has decisions that the successor does not have
+        {"snapshot": COMMON + 1},  # it has decisions that the successor lacks
         {"num_records": COMMON - 1},  # its disk was rolled back
-        {"differs_from": COMMON},  # the successor's disk was
+        {"differs_from": COMMON},  # the successor's disk was rolled back
     ],
 )
-def test_a_former_primary_that_cannot_know_what_both_have_copies_the_run(
+def test_a_former_primary_that_cannot_know_the_common_records_copies_the_run(
     tmp_path: Path, wire: Wire, found: dict[str, int]
 ) -> None:
     write(wire.replica._log, range(1, 12))
@@ -213,7 +211,7 @@ def test_a_former_primary_copies_the_run_if_the_successor_has_dropped_its_log(tm
     assert not cut_to_common(made(wire), former_primary(tmp_path))
 
 
-def test_a_primary_that_nobody_has_told_what_both_have_copies_the_run(tmp_path: Path, wire: Wire) -> None:
+def test_a_former_primary_that_was_not_told_the_common_records_copies_the_run(tmp_path: Path, wire: Wire) -> None:
     write(wire.replica._log, range(1, 12))
     differs_after(run_dir := former_primary(tmp_path), 0)
     assert not cut_to_common(made(wire), run_dir)

@@ -1,4 +1,4 @@
-"""A syncer that is started again knows from the tape when its learners began, and so what the run's goodput is."""
+"""A restarted syncer reads the start times of its learners from the tape, and so knows the run's goodput."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TAPE: list[Json] = [
 ]
 
 
-def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
+def test_times_and_rates_are_restored_on_the_clock_of_this_process() -> None:
     roster = Roster()
     roster.members = {
         "a": Member("a", "l0", 1, 0, state="fenced"),
@@ -89,7 +89,7 @@ def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end(tmp_path: Path) -> None:
+def test_joins_and_leaves_are_known_after_a_power_cut_that_lost_the_end_of_the_tape(tmp_path: Path) -> None:
     tape = tmp_path / "tape" / "events.jsonl"
     with Fleet(tmp_path) as fleet:
         stays, leaves = fleet.learner("stays").go(), fleet.learner("leaves").go()
@@ -117,8 +117,8 @@ def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end
 
 
 @pytest.mark.seconds
-def test_a_standby_that_is_started_again_copies_the_tape_on_and_recalls_the_same(tmp_path: Path) -> None:
-    """It died after it had the record of a join, and before it had its line on the tape."""
+def test_a_restarted_standby_continues_to_copy_the_tape_and_has_the_same_history(tmp_path: Path) -> None:
+    """It died between the record of a join and the line on the tape."""
     with Fleet(tmp_path / "primary") as fleet:
         learners = [fleet.learner(name).go() for name in ("first", "second")]
         fleet.until_commits(6)
@@ -148,7 +148,7 @@ def test_a_standby_that_is_started_again_copies_the_tape_on_and_recalls_the_same
 
 
 @pytest.mark.seconds
-def test_a_takeover_completes_the_tape_with_what_only_the_log_has(tmp_path: Path) -> None:
+def test_a_takeover_adds_lines_that_only_the_log_has_to_the_tape(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("a").go()
         fleet.until_commits(3)

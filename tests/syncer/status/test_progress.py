@@ -1,4 +1,4 @@
-"""How far a run has come, on the tape."""
+"""Progress notes of a run on the tape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_note_holds_what_pictures_need_and_no_more() -> None:
+def test_a_note_has_only_the_fields_for_plots() -> None:
     note = progress(STATUS)
     assert note.keys() == {"fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down", "ledger", "learners"}
     assert note["learners"] == [
@@ -26,11 +26,11 @@ def test_a_note_holds_what_pictures_need_and_no_more() -> None:
     ]  # fmt: skip
 
 
-def test_the_loss_is_null_before_a_learner_has_told_one() -> None:
+def test_the_loss_is_null_before_a_learner_has_reported_one() -> None:
     assert progress({**STATUS, "learners": [{**LEARNER, "metrics": {}}]})["learners"][0]["loss"] is None
 
 
-def test_notes_become_rarer_with_age_within_bounds() -> None:
+def test_notes_become_less_frequent_with_age_within_bounds() -> None:
     pauses = [pause_s(age_s) for age_s in (0, 10, 1000, 5000, 1e7)]
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (MIN_PAUSE_S, MAX_PAUSE_S)

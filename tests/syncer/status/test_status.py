@@ -1,4 +1,4 @@
-"""What a syncer tells its learners and people, with a real service behind it."""
+"""The status for users and the news for learners, from a real service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_diloco.syncer.status.publisher import NUM_RECENT, StatusPublisher
 from tests.learner.fleet import Fleet, finish, until
 
 
-def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -> None:
+def test_learners_receive_the_size_of_the_fleet_and_their_own_cosine(tmp_path: Path) -> None:
     with Fleet(tmp_path, expect=2) as fleet:
         one, two = (fleet.learner(name).go() for name in ("l0", "l1"))
         fleet.until_commits(3)
@@ -26,7 +26,7 @@ def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -
         metrics, standing = one.link.metrics(), one.link.standing()
         assert metrics["fleet/learners"] == standing.num_learners == 2
         assert 0 < metrics["fleet_tokens"] <= fleet.service.state.ledger.totals().seen
-        assert abs(metrics["diloco/cosine"]) <= 1 + 1e-6  # as rounding has it
+        assert abs(metrics["diloco/cosine"]) <= 1 + 1e-6  # up to rounding
         assert metrics["diloco/bytes_up"] > 0
         assert metrics["diloco/bytes_down"] > 0
         assert standing.offline_s is None
@@ -44,7 +44,7 @@ def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -
     assert all(line["merged_norm"] > 0 and len(line["norms"]) == len(line["cosines"]) for line in outer)
 
 
-def test_a_lonely_contribution_points_where_the_outer_gradient_does(tmp_path: Path) -> None:
+def test_a_single_contribution_has_the_direction_of_the_outer_gradient(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0").go()
         fleet.until_commits(2)
@@ -54,7 +54,7 @@ def test_a_lonely_contribution_points_where_the_outer_gradient_does(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("expect", "then"), [(1, "the run ends without it"), (None, "it is in the summary")])
-def test_the_wait_for_the_last_validation_is_that_of_the_syncer(
+def test_the_wait_for_the_last_validation_is_shown(
     tmp_path: Path, expect: int | None, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_end, "EVALUATE_WAIT_S", 7000.0)
@@ -66,7 +66,7 @@ def test_the_wait_for_the_last_validation_is_that_of_the_syncer(
     assert wait["until_s"] == (None if expect is None else pytest.approx(7000.0, abs=100.0))
 
 
-def test_only_the_latest_events_are_kept_and_numbers_go_on() -> None:
+def test_only_the_latest_events_are_kept_and_numbers_increase() -> None:
     board = StatusPublisher(SyncerState(run="r"), Payloads())
     board.noted("commit", {"fragment": 1})
     for _ in range(NUM_RECENT + 5):
@@ -75,7 +75,7 @@ def test_only_the_latest_events_are_kept_and_numbers_go_on() -> None:
     assert (len(recent), recent[0]["number"], recent[-1]["number"]) == (NUM_RECENT, 5, NUM_RECENT + 4)
 
 
-def test_a_disk_that_fails_and_works_again_is_told_once_each() -> None:
+def test_a_disk_that_fails_and_works_again_is_logged_once_each() -> None:
     board = StatusPublisher(SyncerState(run="r"), Payloads())
     board.disk_works()
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_disk_that_fails_and_works_again_is_told_once_each() -> None:
     assert board.status()["state"] == "waiting"
 
 
-def test_news_with_anything_else_in_it_is_refused() -> None:
+def test_news_with_other_fields_is_refused() -> None:
     assert codec.load(News, {}) == News()
     with pytest.raises(CorruptMessageError):
         codec.load(News, {"num_learners": "2"})

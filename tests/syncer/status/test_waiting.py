@@ -1,4 +1,4 @@
-"""Whom a run waits for, read from the real machine, from its start to its end."""
+"""The waits of a run from its start to its end, read from the real state machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def waits(
         (ALONE_S + 3.0, None, "commits continue when it returns; if it is lost, restart with --take-over"),
     ],
 )
-def test_a_standby_is_waited_for_until_learners_allow_to_go_on_without_it(
+def test_a_standby_is_awaited_until_learners_allow_the_run_to_continue_without_it(
     silent_s: float, until_s: float | None, then: str
 ) -> None:
     standby = {"address": "h:1", "silent_s": silent_s, "waits_s": 0.5, "records_behind": 1}
@@ -41,7 +41,7 @@ def test_a_standby_is_waited_for_until_learners_allow_to_go_on_without_it(
     assert found == [("the standby at h:1 to have the last decisions on disk", ["the standby"], 0.5, until_s, then)]
 
 
-def test_only_a_shard_that_is_away_is_waited_for() -> None:
+def test_only_a_shard_that_is_away_is_awaited() -> None:
     shards = [{"shard": 1, "away_s": None}, {"shard": 2, "away_s": 4.0}]
     found = waits(Syncer("l0", "l1"), shards=shards)
     assert found == [("the fragments of a shard", ["shard 2"], 4.0, None, "their rounds continue")]
@@ -69,7 +69,7 @@ def test_the_first_step_waits_for_the_expected_learners_for_a_minute() -> None:
     assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "the learners that are ready begin")
 
 
-def test_nobody_is_waited_for_while_no_round_is_open() -> None:
+def test_there_is_no_wait_without_an_open_round() -> None:
     assert waits(Syncer("l0", "l1")) == []
 
 
@@ -112,7 +112,7 @@ def test_a_closed_round_waits_for_payloads_then_for_the_merge_and_the_disk() -> 
     ]
 
 
-def test_a_silent_learner_is_waited_for_until_its_lease_ends_and_then_for_its_return() -> None:
+def test_a_silent_learner_is_awaited_until_its_lease_ends_and_then_its_return() -> None:
     syncer = Syncer("l0", "l1")
     syncer.now_s += 5.0
     syncer.beat("l0")
