@@ -1,4 +1,4 @@
-"""W&B without a login, in a folder of its own."""
+"""W&B without a login, in a separate folder."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _WHOLE, _LAST = 1, 4
 
 @dataclass
 class OfflineRun:
-    """One W&B run as it lies on disk."""
+    """One W&B run as stored on disk."""
 
     id: str = ""
     name: str = ""
@@ -39,8 +39,8 @@ class OfflineRun:
 
 
 def read(folder: Path) -> list[OfflineRun]:
-    """All runs below a folder, in the order in which they began; no run of this process may be open any more."""
-    wandb.teardown()  # its service has the end of the files in memory until it ends
+    """Return all runs below a folder, in the order in which they began; no run of this process may still be open."""
+    wandb.teardown()  # the W&B service keeps the end of the files in memory until it ends
     paths = [path for path in folder.rglob("offline-run-*/*.wandb") if "latest-run" not in path.parts]
     return [_run(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
 
@@ -50,7 +50,7 @@ def _run(path: Path) -> OfflineRun:
     for record in map(proto.Record.FromString, _records(path.read_bytes())):
         match record.WhichOneof("record_type"):
             case "run":
-                run = record.run  # a later one has only what changed
+                run = record.run  # a later record has only changed values
                 found.id, found.name = run.run_id or found.id, run.display_name or found.name
                 found.group, found.project = run.run_group or found.group, run.project or found.project
                 found.job_type = run.job_type or found.job_type

@@ -1,4 +1,4 @@
-"""Reads what TensorBoard's writers leave: records of TensorFlow's format, each an event, a protocol buffer.
+"""Reads files of TensorBoard: records in TensorFlow's format, each with an event as a protocol buffer.
 
 A record: length (8 bytes, little endian), its checksum (4), the bytes, their checksum (4). Source: TensorFlow,
 core/lib/io/record_writer.h.
@@ -16,11 +16,11 @@ _HEAD = struct.Struct("<Q4x")
 _CHECKSUM = 4
 
 Series = dict[str, list[tuple[int, float]]]
-"""By tag: step and value of each point."""
+"""Step and value of each point, by tag."""
 
 
 def scalars(path: Path) -> Series:
-    """All scalars of one file."""
+    """Return all scalars of one file."""
     found: Series = {}
     for record in _records(path.read_bytes()):
         event = Event.FromString(record)

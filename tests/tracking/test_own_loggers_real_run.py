@@ -1,7 +1,7 @@
-"""A script with loggers of its own, TensorBoard's, W&B's and CSV, trains alike with the strategy and without it.
+"""A script with its own loggers (TensorBoard, W&B and CSV) trains with the strategy and without it.
 
-What they wrote is read back: with the strategy each of them has all that it has without it, at the same steps, in a
-folder of each learner, and beside it what the strategy logs.
+The test reads their files. With the strategy, each logger has the same metrics at the same steps as without it, in a
+folder of each learner, and additionally the metrics of the strategy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ assert trainer.loggers == loggers
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the script ran alone, in `plain`, and as two learners of the run in `run`."""
+    """Return the folder in which the script ran alone, in `plain`, and as two learners of a run, in `run`."""
     here = tmp_path_factory.mktemp("loggers")
     (here / "train.py").write_text(SCRIPT)
     (here / "plain").mkdir()
@@ -57,7 +57,7 @@ def _call(cwd: Path, *argv: str) -> None:
 
 
 def steps_of(series: Series) -> dict[str, list[int]]:
-    """The script's own metrics, and at which steps each has a value."""
+    """Return the script's own metrics, and the steps at which each has a value."""
     return {tag: [step for step, _ in points] for tag, points in series.items() if tag in ("train_loss", "val_loss")}
 
 
@@ -76,7 +76,7 @@ def table(folder: Path) -> Series:
 @pytest.mark.slow
 @pytest.mark.parametrize("written", [board, table])
 @pytest.mark.parametrize("learner", ["l0", "l1"])
-def test_a_file_logger_has_the_same_with_the_strategy(folder: Path, written, learner: str) -> None:
+def test_a_file_logger_has_the_same_metrics_with_the_strategy(folder: Path, written, learner: str) -> None:
     plain, found = written(folder / "plain"), written(folder / "run" / "learners" / learner)
     assert steps_of(plain).keys() == {"train_loss", "val_loss"}
     assert len(plain["train_loss"]) == NUM_STEPS // 2
@@ -87,7 +87,7 @@ def test_a_file_logger_has_the_same_with_the_strategy(folder: Path, written, lea
 
 
 @pytest.mark.slow
-def test_boards_and_tables_agree(folder: Path) -> None:
+def test_tensorboard_and_csv_agree(folder: Path) -> None:
     for learner in ("l0", "l1"):
         own = folder / "run" / "learners" / learner
         drawn = board(own)
@@ -96,9 +96,9 @@ def test_boards_and_tables_agree(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_has_the_same_with_the_strategy(folder: Path) -> None:
+def test_wandb_has_the_same_metrics_with_the_strategy(folder: Path) -> None:
     (plain,) = read(folder / "plain")
-    learners = read(folder / "wandb")  # whose folders have a name for each run
+    learners = read(folder / "wandb")  # folders are named by run
     assert [run.project for run in (plain, *learners)] == ["theirs"] * 3
     for run in learners:
         assert {"train_loss", "val_loss", "diloco/staleness_versions"} <= run.keys
@@ -109,5 +109,5 @@ def test_wandb_has_the_same_with_the_strategy(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_file_loggers_write_into_the_learners_folders_only(folder: Path) -> None:
+def test_file_loggers_write_only_into_the_learners_folders(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"train.py", "plain", "home", "run", "wandb"}

@@ -1,4 +1,4 @@
-"""W&B, the real one, offline: its files are read back."""
+"""The real W&B, offline; the tests read its files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTER = {"lr": 0.58, "merged_norm": 2.0, "norms": [1.0, 3.0], "cosines": [0.5, 0
 
 @pytest.fixture
 def telling(scenario: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A link that tells what a real one does."""
+    """Return a link with the values of a real one."""
     told = {"fleet_tokens": 640.0, "diloco/staleness_versions": 1.0, "fleet/learners": 2.0, "perf/tokens_per_s": 1000.0}
     link = sys.modules["lightning_diloco.learner.member"].Member
     monkeypatch.setattr(link, "metrics", lambda self: {**told, "fleet_tokens": 64.0 * len(self.steps)})
@@ -45,7 +45,7 @@ def telling(scenario: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def fit(telling: Any, model: Any, trainer_for: Callable[..., Any]) -> Callable[..., None]:
-    """Fits three steps with our callback, which leaves the Trainer's loggers and W&B as they were."""
+    """Fits three steps with the callback, which does not change the Trainer's loggers and W&B."""
 
     def fit_once(logger: Any = False) -> None:
         options = {"log_every_n_steps": 1, "max_steps": 3, "val_check_interval": 3, "num_sanity_val_steps": 0}
@@ -59,7 +59,7 @@ def fit(telling: Any, model: Any, trainer_for: Callable[..., Any]) -> Callable[.
 
 
 @pytest.mark.slow
-def test_a_learner_logs_over_fleet_tokens_and_goes_on_under_the_same_id(
+def test_a_learner_logs_over_fleet_tokens_and_continues_under_the_same_id(
     fit: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -80,7 +80,7 @@ def test_a_learner_logs_over_fleet_tokens_and_goes_on_under_the_same_id(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["logger", "run"])
-def test_a_run_of_the_users_own_stays_the_only_one(
+def test_a_users_own_run_stays_the_only_one(
     fit: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     opened: list[Any] = []
@@ -101,7 +101,7 @@ def test_a_run_of_the_users_own_stays_the_only_one(
 
 
 @pytest.mark.slow
-def test_the_syncers_run_has_what_the_tape_tells_from_its_start_on(tmp_path: Path) -> None:
+def test_the_syncers_run_has_all_events_of_the_tape_from_its_start(tmp_path: Path) -> None:
     tape = tmp_path / "tape" / "events.jsonl"
     tape.parent.mkdir()
     now = time.time()
@@ -126,7 +126,7 @@ def test_the_syncers_run_has_what_the_tape_tells_from_its_start_on(tmp_path: Pat
     assert "secret" not in str(run)
 
 
-def test_rows_of_the_fleet_count_who_is_there() -> None:
+def test_rows_of_the_fleet_count_present_learners() -> None:
     (row,) = Rows().of([event(0, "progress", **PROGRESS)])
     assert (row["fleet/learners"], row["fleet/tokens_per_s"]) == (2, 40.0)
     assert (row["train/loss"], row["eval/loss"]) == (3.0, 3.0)
@@ -144,11 +144,11 @@ def test_rows_of_rounds_split_the_wait_into_quorum_and_grace() -> None:
 
 
 def test_only_the_first_process_of_a_learner_opens_a_run(model: Any) -> None:
-    trainer: Any = SimpleNamespace(is_global_zero=False)  # of whose strategy nothing is asked
+    trainer: Any = SimpleNamespace(is_global_zero=False)  # whose strategy is not used
     Wandb("mine").on_train_start(trainer, model)
     assert wandb.run is None
 
 
-def test_without_a_run_to_take_part_in_the_callback_is_refused(model: Any, trainer_for: Any) -> None:
+def test_the_callback_is_refused_without_the_strategy(model: Any, trainer_for: Any) -> None:
     with pytest.raises(ConfigError, match="callback Wandb with strategy SingleDeviceStrategy"):
         trainer_for(strategy="auto", callbacks=Wandb("mine")).fit(model)

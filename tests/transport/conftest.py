@@ -1,4 +1,4 @@
-"""A syncer that remembers, and the ways to reach it."""
+"""A recording handler, and the transports to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def every_call(connection: Connection) -> Iterator[Callable[[], object]]:
 
 
 def raw_client(address: JoinAddress) -> flight.FlightClient:
-    """A Flight client that passes the handshake, and has nothing else of ours."""
+    """Return a raw Flight client that passes the handshake."""
     certificate, key = learner_certificate(address.token)
     return flight.FlightClient(
         f"grpc+tls://{address.host_port}",
@@ -50,7 +50,7 @@ def raw_client(address: JoinAddress) -> flight.FlightClient:
 
 
 class Recorder:
-    """A handler: keeps what it gets, one outbox for everybody, raises `error` if there is one."""
+    """A handler that records its calls, has one outbox for all sessions, and raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Json]] = []
@@ -98,7 +98,7 @@ class Recorder:
 
 @dataclass
 class Reached:
-    """A connection to a recorder, and what was reported there."""
+    """A connection to a recorder, and the errors reported there."""
 
     connection: Connection
     handler: Recorder
@@ -117,7 +117,7 @@ def identity() -> ServerIdentity:
 
 @pytest.fixture(params=["memory", "flight"])
 def reached(request: pytest.FixtureRequest, handler: Recorder) -> Iterator[Reached]:
-    """Every transport: what holds for one must hold for all."""
+    """Yield a connection over every transport, because all must behave alike."""
     reported: list[Exception] = []
     if request.param == "memory":
         yield Reached(MemoryTransport(handler, on_error=reported.append).connect(), handler, reported)

@@ -1,4 +1,4 @@
-"""The bad network does what it says, to plain sockets."""
+"""The fault proxy works as documented, with plain sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_diloco.transport.faults import FaultProxy
 
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """The address of a server that sends back what it gets."""
+    """Return the address of a server that returns received bytes."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer(peer: socket.socket) -> None:
@@ -83,7 +83,7 @@ def test_a_half_closed_stream_passes_on_its_end(proxy):
         assert peer.recv(10) == b""
 
 
-def test_delay_counts_each_way_and_not_each_chunk(proxy):
+def test_delay_applies_once_per_direction_and_not_per_chunk(proxy):
     proxy.delay_s = 0.1
     with dial(proxy) as peer:
         began_s = time.monotonic()
@@ -114,7 +114,7 @@ def test_cut_resets_and_refuses_until_healed(proxy):
         assert exchange(peer, b"back") == b"back"
 
 
-def test_freeze_accepts_and_holds_and_heal_lets_flow(proxy):
+def test_freeze_accepts_and_holds_data_until_heal(proxy):
     with dial(proxy) as old:
         assert exchange(old, b"hi") == b"hi"
         proxy.freeze()
@@ -129,7 +129,7 @@ def test_freeze_accepts_and_holds_and_heal_lets_flow(proxy):
             assert [receive(peer, 5) for peer in (old, new)] == [b"later", b"later"]
 
 
-def test_hold_freezes_what_is_there_and_lets_new_connections_overtake_it(proxy):
+def test_hold_freezes_open_connections_and_new_ones_overtake_them(proxy):
     with dial(proxy) as old:
         assert exchange(old, b"hi") == b"hi"
         proxy.hold()

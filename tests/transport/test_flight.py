@@ -1,4 +1,4 @@
-"""Flight's own: damaged bytes, what crosses the socket, and how a server starts and stops."""
+"""Tests of Flight only: damaged bytes, bytes at the socket, and start and stop of a server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_truncated_upload_is_refused(serve, dial, handler, monkeypatch):
     assert not handler.entered.is_set()
 
 
-def test_an_oversized_upload_is_refused_before_memory_is_taken(serve, dial, handler, monkeypatch):
+def test_an_oversized_upload_is_refused_before_memory_is_reserved(serve, dial, handler, monkeypatch):
     connection = dial(serve(max_payload_bytes=MIB).join_address("run"))
     monkeypatch.setattr(pa, "allocate_buffer", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(CorruptMessageError, match=f"{20 * MIB} bytes was declared; a call takes at most {MIB}"):
@@ -59,7 +59,7 @@ def test_an_oversized_download_is_refused(serve, dial):
         dial(address, max_payload_bytes=MIB).get({}, deadline_s=5)
 
 
-def test_uploads_beyond_the_memory_for_all_wait_for_each_other(serve, dial, handler, pool):
+def test_uploads_beyond_the_total_memory_wait_for_each_other(serve, dial, handler, pool):
     connection = dial(serve(max_payload_bytes=4 * MIB, max_inflight_bytes=4 * MIB).join_address("run"))
     held, most = [], []
     on_put = handler.on_put
@@ -93,14 +93,14 @@ def test_a_malformed_message_is_refused_before_the_handler(serve, handler, body)
 
 
 @pytest.mark.seconds
-def test_calls_that_run_at_the_same_time_have_a_tcp_connection_each_and_it_is_used_again(serve, dial, handler, pool):
+def test_simultaneous_calls_have_separate_tcp_connections_which_are_used_again(serve, dial, handler, pool):
     server = serve()
     with FaultProxy(server.address) as proxy:
         connection = dial(server.join_address("run"), through=proxy)
         assert proxy.num_connections == 0
         for call in every_call(connection):
             call()
-        assert proxy.num_connections == 1 + 1  # the first one made sure of the certificate
+        assert proxy.num_connections == 1 + 1  # the first one checked the certificate
         handler.entered.clear()
         waiting = pool.submit(connection.poll, "s", 0, 1.0)
         assert handler.entered.wait(5)
@@ -110,7 +110,7 @@ def test_calls_that_run_at_the_same_time_have_a_tcp_connection_each_and_it_is_us
         assert proxy.num_connections == 1 + 2
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(serve, dial, monkeypatch):
+def test_a_connection_that_was_idle_for_a_long_time_is_not_used_again(serve, dial, monkeypatch):
     server = serve()
     with FaultProxy(server.address) as proxy:
         connection = dial(server.join_address("run"), through=proxy)
@@ -120,7 +120,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(serve, dial, monk
         assert proxy.num_connections == 1 + 2
 
 
-def test_bytes_at_the_socket_are_the_payload_and_little_more(serve, dial, identity):
+def test_bytes_at_the_socket_are_little_more_than_the_payload(serve, dial, identity):
     server = serve(tls=identity)
     with FaultProxy(server.address) as proxy:
         dial(server.join_address("run"), through=proxy).put(bulk(8 * MIB), deadline_s=10)
@@ -140,8 +140,8 @@ def test_stop_is_quick_although_a_poll_waits_and_may_be_repeated(serve, dial, ha
         waiting.result(5)
 
 
-def test_a_connection_may_be_closed_beneath_a_call_that_begins(serve, dial, monkeypatch, pool):
-    """gRPC's stub goes with a client that is closed: the call would end the process."""
+def test_a_connection_may_be_closed_while_a_call_begins(serve, dial, monkeypatch, pool):
+    """Closing the client would free gRPC's stub, and the call would crash the process."""
     connection, begins, closed = dial(serve().join_address("run")), threading.Event(), threading.Event()
     connection.status()
     find_client = connection._client
@@ -162,7 +162,7 @@ def test_a_connection_may_be_closed_beneath_a_call_that_begins(serve, dial, monk
         connection.status()
 
 
-def test_a_port_that_is_taken_is_a_transport_error(serve, handler, capfd):
+def test_a_port_in_use_is_a_transport_error(serve, handler, capfd):
     taken = serve().address
     with pytest.raises(TransportError, match=r"cannot listen on .* \(Address already in use\)"):
         FlightServer(handler, taken, token="tok").start()

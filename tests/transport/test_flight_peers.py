@@ -1,4 +1,4 @@
-"""A peer that is gone or frozen: calls end in time, and go on once it is back."""
+"""A peer that is gone or frozen: calls end in time, and continue when it is back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_stopped_server_fails_calls_quickly_and_the_same_connection_works_at_o
     assert connection.put(bulk(MIB), deadline_s=5) == {"got": MIB}
 
 
-def test_a_cut_line_ends_a_waiting_poll_at_once(serve, dial, handler, pool):
+def test_a_cut_connection_ends_a_waiting_poll_at_once(serve, dial, handler, pool):
     server = serve()
     with FaultProxy(server.address) as proxy:
         connection = dial(server.join_address("run"), through=proxy)
@@ -72,14 +72,14 @@ def test_after_a_missed_deadline_a_new_connection_is_made(served, dial, handler)
     with FaultProxy(served.address) as proxy:
         connection = dial(served.join_address("run"), through=proxy, control_deadline_s=0.5)
         connection.status()
-        proxy.hold()  # what is there swallows everything, what is new gets through
+        proxy.hold()  # open connections lose all data, and new ones work
         with pytest.raises(TransportError, match=r"of 0\.5 s"):
             connection.status()
         assert connection.status() == {"status": "running"}
 
 
 @pytest.mark.seconds
-def test_an_upload_frozen_half_way_gives_its_memory_back_at_its_deadline(serve, dial, pool, eventually):
+def test_an_upload_that_freezes_releases_its_memory_at_its_deadline(serve, dial, pool, eventually):
     server = serve(max_payload_bytes=16 * MIB, max_inflight_bytes=16 * MIB)
     with FaultProxy(server.address, rate_bps=8 * 32e6) as proxy:
         stuck = dial(server.join_address("run"), through=proxy, keepalive_s=0.2)
@@ -96,13 +96,13 @@ def test_an_upload_frozen_half_way_gives_its_memory_back_at_its_deadline(serve, 
 
 
 @pytest.mark.slow
-def test_a_quiet_poll_outlasts_the_probes_of_the_line(serve, dial):
-    """A server drops a line after some 5 s of probes without data; so they must be few."""
+def test_a_long_poll_outlasts_the_keepalive_probes(serve, dial):
+    """A server drops a connection after about 5 s of probes without data, so probes must be few."""
     connection = dial(serve().join_address("run"), keepalive_s=0.5)
     assert connection.poll("s", 0, 8.0).messages == ()
 
 
-def test_nobody_there_is_a_transport_error_with_address_and_advice(serve, dial, identity):
+def test_an_unused_port_is_a_transport_error_with_address_and_advice(serve, dial, identity):
     server = serve(tls=identity)
     address = server.join_address("run")
     server.stop()

@@ -1,4 +1,4 @@
-"""Who has no token, or another certificate than the one that was pinned, is refused before anything is read."""
+"""Callers without the token, and syncers without the pinned certificate, are refused before any data is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_call_without_a_token_is_refused_even_if_the_handshake_was_passed(serv
     assert not handler.entered.is_set()
 
 
-def test_another_certificate_than_the_pinned_one_is_an_auth_error_with_both_hashes(serve, dial, identity, handler):
+def test_a_certificate_that_is_not_the_pinned_one_is_an_auth_error_with_both_hashes(serve, dial, identity, handler):
     address = serve(tls=identity).join_address("run")
     for call in every_call(dial(replace(address, fingerprint="0" * 64))):
         with pytest.raises(AuthError) as caught:
@@ -45,7 +45,7 @@ def test_another_certificate_than_the_pinned_one_is_an_auth_error_with_both_hash
     assert not handler.entered.is_set()
 
 
-def test_a_certificate_that_changes_under_an_open_connection_is_an_auth_error(handler, dial, identity, eventually):
+def test_a_certificate_that_changes_during_a_connection_is_an_auth_error(handler, dial, identity, eventually):
     first = FlightServer(handler, "127.0.0.1:0", token="tok", tls=identity)
     first.start()
     connection = dial(first.join_address("run"))
@@ -62,7 +62,7 @@ def test_a_certificate_that_changes_under_an_open_connection_is_an_auth_error(ha
     assert not handler.entered.is_set()
 
 
-def test_who_listens_without_tls_never_sees_the_token_of_a_pinned_address(dial):
+def test_a_listener_without_tls_never_receives_the_token_of_a_pinned_address(dial):
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as impostor:
 
         def heard() -> bytes:

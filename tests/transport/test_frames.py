@@ -1,4 +1,4 @@
-"""Payloads in slices: what is declared is what is taken."""
+"""Payloads in slices: the received bytes must agree with the declaration."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_truncated_payload_is_refused(envelope):
         from_slices(envelope, to_slices(memoryview(PAYLOAD)[:-1]))
 
 
-def test_more_than_declared_is_refused_as_soon_as_it_comes(envelope):
+def test_bytes_beyond_the_declared_length_are_refused_at_once(envelope):
     taken = []
 
     def endless():
@@ -83,7 +83,7 @@ def test_an_oversized_declaration_is_refused(envelope):
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff\xfe", b"[]", b"{}", b'{"header":{},"num_bytes":-1,"crc32":0}'])
-def test_what_is_no_envelope_is_refused(raw):
+def test_an_invalid_envelope_is_refused(raw):
     with pytest.raises(CorruptMessageError):
         Envelope.decode(raw, 10)
 
@@ -93,7 +93,7 @@ def test_json_beyond_the_standard_is_refused():
         frames.dumps({"loss": float("inf")})
 
 
-def test_a_checksum_is_of_the_payload_alone(envelope):
+def test_a_checksum_covers_only_the_payload(envelope):
     assert replace(envelope, header={}).crc32 == Envelope.of(Bulk({"b": 2}, memoryview(PAYLOAD))).crc32
 
 
@@ -102,12 +102,12 @@ def test_a_checksum_is_of_the_payload_alone(envelope):
     [b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":1e999}', b'{"a":"\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000],
     ids=lambda raw: raw[:20].decode(),
 )
-def test_json_that_could_not_be_told_to_anybody_is_refused(raw: bytes) -> None:
+def test_json_that_cannot_be_encoded_again_is_refused(raw: bytes) -> None:
     with pytest.raises(CorruptMessageError, match="nothing of it was used"):
         loads(raw)
 
 
-def test_json_beyond_the_limit_is_refused_unread() -> None:
+def test_json_beyond_the_limit_is_refused_before_parsing() -> None:
     assert loads(b'{"a":1234}', 10) == {"a": 1234}
     with pytest.raises(CorruptMessageError, match="11 bytes of JSON; at most 10"):
         loads(b'{"a":12345}', 10)

@@ -1,4 +1,4 @@
-"""Certificates: made once, kept, and checked."""
+"""Certificates are made once, kept, and checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_an_identity_is_kept_over_restarts(tmp_path):
     assert ServerIdentity.load_or_create(tmp_path / "other").fingerprint != first.fingerprint
 
 
-def test_its_files_are_private(tmp_path):
+def test_files_of_an_identity_are_private(tmp_path):
     ServerIdentity.load_or_create(tmp_path / "tls")
     assert [p.stat().st_mode & 0o777 for p in (tmp_path / "tls").iterdir()] == [0o600]
     assert (tmp_path / "tls").stat().st_mode & 0o777 == 0o700

@@ -19,18 +19,18 @@ HASH = "0123456789abcdef" * 4
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "syncer.example.org", "::1", "fe80::1%eth0", "2001:db8::7"])
-def test_the_string_reads_back_to_the_same_address(host):
+def test_parsing_a_join_string_gives_the_same_address(host):
     address = JoinAddress(host, 4100, "run-1.a_b", new_token(), HASH)
     assert JoinAddress.parse(address.join_string()) == address
     assert JoinAddress.parse(f" {address.join_string()}\n") == address
 
 
-def test_the_string_looks_as_documented():
+def test_the_join_string_has_the_documented_form():
     assert JoinAddress("::1", 7, "r", "tok", HASH).join_string() == f"diloco://[::1]:7/r#tok,{HASH}"
 
 
 @pytest.mark.parametrize("standby", ["10.0.0.2:4101", "[::1]:7"])
-def test_a_string_with_a_standby_reads_back_and_can_be_swapped(standby):
+def test_a_join_string_with_a_standby_can_be_parsed_and_swapped(standby):
     address = JoinAddress("10.0.0.1", 4100, "r", "tok", HASH, standby)
     assert address.join_string() == f"diloco://10.0.0.1:4100,{standby}/r#tok,{HASH}"
     assert JoinAddress.parse(address.join_string()) == address
@@ -78,7 +78,7 @@ def test_a_bad_string_is_refused_without_showing_a_token(text):
 
 
 @pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_string_says_when_it_is_there(text):
+def test_the_error_for_an_empty_string_explains_the_join_file(text):
     with pytest.raises(ConfigError, match=r"is empty.*content of RUN_DIR/join.*wait for this file"):
         JoinAddress.parse(text)
 
@@ -94,7 +94,7 @@ def test_tokens_differ_and_are_long():
     assert len(new_token()) >= 43
 
 
-def test_a_join_file_is_private_and_replaced_whole(tmp_path):
+def test_a_join_file_is_private_and_replaced_atomically(tmp_path):
     path = tmp_path / "join"
     path.write_text("old")
     path.chmod(0o644)
@@ -123,10 +123,10 @@ def test_a_bad_host_and_port_is_refused(text):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
-def test_loopback_stays_here(host):
+def test_loopback_addresses_are_recognized(host):
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""])
-def test_anything_else_is_not_loopback(host):
+def test_other_addresses_are_not_loopback(host):
     assert not is_loopback(host)

@@ -1,4 +1,4 @@
-"""What only the in-memory transport does: losing requests and answers on demand."""
+"""Tests of the in-memory transport only: it loses requests and answers on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def losing(lost: str):
 
 
 @pytest.mark.parametrize(("lost", "arrived"), [("send", 0), ("send answer", 1)])
-def test_a_lost_call_raises_and_only_a_lost_answer_has_arrived(handler, lost, arrived):
+def test_a_lost_call_raises_and_reaches_the_handler_only_if_the_answer_is_lost(handler, lost, arrived):
     connection = MemoryTransport(handler, fault=losing(lost)).connect()
     with pytest.raises(TransportError, match=f"lost: {lost}"):
         connection.send("s", [{}])

@@ -1,4 +1,4 @@
-"""Payloads longer than one call takes: seeds, contributions, full fetches and updates travel in portions."""
+"""Payloads that are too long for one call: seeds, contributions, full fetches and updates in portions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_diloco.transport.streams import NumStreams
 from tests.fuzz.target import Peer
 from tests.learner.fleet import RUN, Fleet, Learner, Wire, assert_exact, finish, until
 
-SIZE = 80  # bytes; a fragment of the fleet's model has some 600 as float32, and 170 as int8
+SIZE = 80  # bytes; a fragment of the fleet's model has about 600 as float32, and 170 as int8
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watched(Wire):
-    """A line that notes what goes by, and may fail."""
+    """A connection that records its calls, and may fail."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
@@ -86,7 +86,7 @@ def test_a_run_whose_payloads_are_all_too_long_for_one_call_is_exact(tmp_path: P
     assert (whats, kinds) == ({"seed", "contribution"}, {"full", "chain"})
 
 
-def test_an_upload_that_broke_off_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_upload_continues_at_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "AGAIN_S", 0.01)
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0")
@@ -102,7 +102,7 @@ def test_a_download_continues_the_version_it_began_with_while_commits_go_on(tmp_
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0").go()
         other = fleet.learner("l1").join()
-        other.wire.is_cut = True  # or it would ask, too
+        other.wire.is_cut = True  # otherwise it would also request updates
         session = other.link._session
         asked = {"session": session, "fragment": 0, "generation": None, "have": None, "mark": "m"}
         whole = fleet.service._store.anchor(0)
@@ -112,7 +112,7 @@ def test_a_download_continues_the_version_it_began_with_while_commits_go_on(tmp_
         if whole.version == began.header["version"]:
             assert (rest.header["at"], rest.header["version"]) == (SIZE, began.header["version"])
             assert bytes(rest.payload) == bytes(bytes_of(whole.published))[SIZE : 2 * SIZE]
-        # Nothing is kept for a session that is made up: every request finds what is there now.
+        # Nothing is kept for an invented session, so every request gets the current version.
         made_up = {**asked, "session": "made up"}
         version = fleet.connect().get(made_up, deadline_s=5.0).header["version"]
         until(lambda: fleet.versions[0] > version, "another commit of this fragment")
@@ -140,7 +140,7 @@ class Giving:
 
 @pytest.mark.parametrize("num", [1, 3, 7])
 @pytest.mark.parametrize("length", [0, 1, 5, SIZE, 5 * SIZE + 3])
-def test_portions_of_several_streams_make_the_same_payload(
+def test_portions_of_several_streams_give_the_same_payload(
     length: int, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
@@ -153,7 +153,7 @@ def test_portions_of_several_streams_make_the_same_payload(
     assert {tuple(asked["span"]) for asked in line.asked} == {(k, num) for k in range(num)}
 
 
-def test_portions_of_two_updates_are_never_put_together() -> None:
+def test_portions_of_two_updates_are_never_joined() -> None:
     line = Giving(bytes(2 * SIZE), call2={"version": 2})
     with pytest.raises(TransportError, match="changed while it was downloaded"):
         Portioned(line).get({"fragment": 0}, deadline_s=1.0)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_bytes_that_do_not_follow_are_refused(changed: Json) -> None:
 
 
 class Taking:
-    """A connection that takes portions in any order; it may fail, and lose everything as a restart does."""
+    """A connection that accepts portions in any order; it may fail, and may lose all data like a restart."""
 
     send = poll = status = close = None
 
@@ -193,7 +193,7 @@ class Taking:
 
 
 @pytest.mark.parametrize("num", [1, 3, 7])
-def test_only_what_is_missing_is_sent_again(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_missing_bytes_are_sent_again(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
     sent = bytes(k % 251 for k in range(9 * SIZE + 5))
     bulk = Bulk({"what": "contribution"}, memoryview(sent))
@@ -209,7 +209,7 @@ def test_only_what_is_missing_is_sent_again(num: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("num", [1, 4])
-def test_a_syncer_that_has_lost_everything_gets_everything(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_syncer_that_has_lost_all_bytes_gets_all_bytes(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
     sent = bytes(k % 251 for k in range(9 * SIZE + 5))
     line = Taking(loses_at=8)
@@ -217,7 +217,7 @@ def test_a_syncer_that_has_lost_everything_gets_everything(num: int, monkeypatch
     assert bytes(line.whole) == sent
 
 
-def test_many_gaps_are_told_in_short_and_too_many_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_gaps_are_summarized_and_too_many_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portions, "MAX_GAPS", 3)
     monkeypatch.setattr(portions, "MAX_RANGES", 9)
     received = portions.Received(100)
@@ -229,13 +229,13 @@ def test_many_gaps_are_told_in_short_and_too_many_pieces_are_refused(monkeypatch
 
 
 @pytest.mark.parametrize("asked", [{"span": [1, 1]}, {"span": "0 of 1"}, {"span": [0, 1.5]}, {"at": -1}, {"at": True}])
-def test_a_request_for_a_range_that_cannot_be_is_refused(asked: Json) -> None:
+def test_a_request_for_an_impossible_range_is_refused(asked: Json) -> None:
     with pytest.raises(CorruptMessageError, match="span must be"):
         portions.asked_range(asked, 100)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
-def test_portions_of_ranks_parts_come_together_in_the_memory_of_one_contribution(wire: Wires) -> None:
+def test_portions_of_ranks_parts_are_assembled_in_the_memory_of_one_contribution(wire: Wires) -> None:
     config = RunConfig(wire=wire, block_size=16)
     numel, num_parts, ready = 16 * 40 + 8, 3, messages.Ready(0, 1, 0, 0, 0, 8, 4)
     whole = encode(torch.linspace(-1.0, 1.0, numel), wire=wire, block_size=16, name="x")
@@ -256,7 +256,7 @@ def test_portions_of_ranks_parts_come_together_in_the_memory_of_one_contribution
     assert assemblies.nbytes == 0
 
 
-def test_portions_that_do_not_lie_within_the_whole_are_refused(tmp_path: Path) -> None:
+def test_portions_outside_of_the_payload_are_refused(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         peer = Peer(fleet.connect(), "l0")
         peer.say(messages.Hello("l0", 1, PROTOCOL_VERSION, {}))
@@ -270,7 +270,7 @@ def test_portions_that_do_not_lie_within_the_whole_are_refused(tmp_path: Path) -
             assert put(Bulk({**header, "at": at, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"missing": missing}
 
 
-def test_a_seed_that_no_memory_holds_is_refused_at_once_with_the_reason(
+def test_a_seed_that_exceeds_the_memory_is_refused_at_once_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "memory_here", lambda: 512)
@@ -280,7 +280,7 @@ def test_a_seed_that_no_memory_holds_is_refused_at_once_with_the_reason(
     assert time.monotonic() - began_s < 5.0
 
 
-def test_what_is_wrong_with_a_message_is_raised_as_that_and_not_as_silence(
+def test_an_error_in_a_message_is_raised_and_not_treated_as_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "AGAIN_S", 0.01)
@@ -303,7 +303,7 @@ def test_what_is_wrong_with_a_message_is_raised_as_that_and_not_as_silence(
             other.join()
 
 
-def test_a_contribution_that_came_before_is_not_asked_for_again(tmp_path: Path) -> None:
+def test_a_contribution_that_has_arrived_is_not_requested_again(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0")
         line = watched(fleet, learner)

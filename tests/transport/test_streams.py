@@ -1,4 +1,4 @@
-"""The number of streams is the one that a link needs, found from transfers alone."""
+"""The number of streams is found from the speed of transfers alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGE = 64 * MIN_STREAM_BYTES
 def settled(
     streams: NumStreams, rate: Callable[[int], float], num_bytes: int = LARGE, transfers: int = 6 * TRIALS
 ) -> int:
-    """The number after so many transfers over a link with this rate for a number of streams."""
+    """Return the number of streams after this number of transfers over a link with these rates."""
     for _ in range(transfers):
         num = streams.number_for(num_bytes)
         streams.note(num, num_bytes, num_bytes / rate(num))
@@ -35,16 +35,16 @@ def test_one_fast_transfer_among_slow_ones_does_not_count() -> None:
     assert settled(NumStreams(), lambda num: 1e6 * next(lucky)) == 1
 
 
-def test_a_link_that_changes_is_looked_at_again() -> None:
+def test_a_link_that_changes_is_measured_again() -> None:
     streams = NumStreams()
     assert settled(streams, lambda num: 1e6) == 1
     assert settled(streams, lambda num: 1e6 * min(num, 4), transfers=AGAIN + 6 * TRIALS) == 4
-    for _ in range(3):  # it goes down by one half each time
+    for _ in range(3):  # the number is halved each time
         settled(streams, lambda num: 1e6, transfers=AGAIN + 2 * TRIALS)
     assert settled(streams, lambda num: 1e6, transfers=2 * TRIALS) == 1
 
 
-def test_short_payloads_use_few_streams_and_say_nothing_about_the_link() -> None:
+def test_short_payloads_use_few_streams_and_do_not_count_as_measurements() -> None:
     streams = NumStreams()
     assert settled(streams, lambda num: 1e6 * num, num_bytes=MIN_STREAM_BYTES // 2) == 1
     assert settled(streams, lambda num: 1e6 * num) == MAX_STREAMS

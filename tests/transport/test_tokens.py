@@ -1,4 +1,4 @@
-"""The token: whatever is shown in its place is refused, and how long that takes tells nothing."""
+"""Any value other than the token is refused, and the time of the refusal reveals nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(server: FlightServer, *shown: bytes) -> None:
 
 
 @pytest.mark.parametrize("token", NEARLY, ids=lambda token: token[:12] or "empty")
-def test_what_is_not_the_token_is_refused(serve, handler, token):
+def test_a_wrong_token_is_refused(serve, handler, token):
     with pytest.raises(flight.FlightError):
         show(serve(), b"Bearer " + token.encode())
     assert not handler.entered.is_set()
@@ -42,7 +42,7 @@ def test_a_second_header_does_not_help(serve, handler):
 
 
 def test_tokens_are_compared_in_constant_time(serve, handler, monkeypatch):
-    """Every comparison goes through hmac: with one that finds everything equal, any token is let in."""
+    """Every comparison uses hmac: if its comparison always returns True, any token is accepted."""
     compared: list[Any] = []
 
     def agreeable(a: bytes, b: bytes) -> bool:

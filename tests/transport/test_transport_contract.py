@@ -1,4 +1,4 @@
-"""What every transport promises, run over each of them."""
+"""The contract of all transports, tested with each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_send_delivers_messages_in_order_and_returns_the_answer(reached):
     assert reached.handler.sent == [("s1", {"n": 1}), ("s1", {"n": 2, "text": "é\n"})]
 
 
-def test_poll_returns_what_is_after_the_cursor_in_order(reached):
+def test_poll_returns_messages_after_the_cursor_in_order(reached):
     for n in range(3):
         reached.handler.post({"n": n})
     polled = reached.connection.poll("s", 1, 0.0)
@@ -34,7 +34,7 @@ def test_poll_returns_what_is_after_the_cursor_in_order(reached):
     assert (again.cursor, again.messages) == (3, ())
 
 
-def test_poll_repeated_with_the_same_cursor_brings_the_same(reached):
+def test_poll_repeated_with_the_same_cursor_returns_the_same_messages(reached):
     reached.handler.post({"n": 0})
     assert reached.connection.poll("s", 0, 0.0) == reached.connection.poll("s", 0, 0.0)
 
@@ -53,7 +53,7 @@ def test_status_returns_the_handlers_answer(reached):
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_put_and_get_carry_header_and_payload_unchanged(reached, payload):
+def test_put_and_get_transfer_header_and_payload_unchanged(reached, payload):
     answer = reached.connection.put(Bulk({"fragment": 3}, memoryview(payload)), deadline_s=10)
     assert answer == {"got": len(payload)}
     assert reached.handler.puts[0].header == {"fragment": 3}
@@ -79,7 +79,7 @@ def test_many_calls_at_once_each_get_their_own_answer(reached, pool):
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", float("nan"), object()], ids=["set", "bytes", "nan", "object"])
-def test_what_is_not_json_is_refused_at_the_sender(reached, value):
+def test_values_that_are_not_json_are_refused_at_the_sender(reached, value):
     with pytest.raises((TypeError, ValueError)):
         reached.connection.send("s", [{"value": value}])
     with pytest.raises((TypeError, ValueError)):
@@ -98,7 +98,7 @@ def calls(connection):
 
 
 @pytest.mark.parametrize("kind", [FencedError, PlanMismatchError, AuthError, CorruptMessageError, StorageError])
-def test_an_error_of_ours_arrives_as_the_same_class_with_the_same_text(reached, kind):
+def test_an_error_of_this_package_arrives_as_the_same_class_with_the_same_text(reached, kind):
     reached.handler.error = kind("found 1; allowed ä;\n do 2")
     for call in calls(reached.connection).values():
         with pytest.raises(DiLoCoError) as caught:
@@ -118,7 +118,7 @@ def test_a_subclass_from_elsewhere_arrives_as_the_class_it_extends(reached):
     assert type(caught.value) is FencedError
 
 
-def test_a_very_long_error_text_is_shortened_and_still_typed(reached):
+def test_a_very_long_error_text_is_shortened_and_keeps_its_class(reached):
     reached.handler.error = FencedError("ä" * 100_000)
     with pytest.raises(FencedError) as caught:
         reached.connection.status()
@@ -126,7 +126,7 @@ def test_a_very_long_error_text_is_shortened_and_still_typed(reached):
     assert str(caught.value).endswith("ä…")
 
 
-def test_any_other_exception_is_reported_there_and_named_here(reached):
+def test_any_other_exception_is_reported_at_the_handler_and_named_at_the_caller(reached):
     reached.handler.error = KeyError("fragment 9")
     for call in calls(reached.connection).values():
         with pytest.raises(TransportError, match="internal error at the syncer: KeyError; its log says more"):
@@ -150,7 +150,7 @@ def test_a_closed_connection_refuses_and_close_may_be_repeated(reached):
 
 
 def test_a_send_and_an_upload_pass_each_other_while_a_poll_waits(reached, pool):
-    """The upload is held in the handler; control still goes through."""
+    """The upload is held in the handler; control messages still pass."""
     release = threading.Event()
     on_put = reached.handler.on_put
     reached.handler.on_put = lambda bulk: (reached.handler.entered.set(), release.wait(5), on_put(bulk))[-1]

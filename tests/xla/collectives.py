@@ -1,7 +1,8 @@
-"""What passes between devices in one exchange: python -m tests.xla.collectives FOLDER ROWSxCOLUMNS:DIM...
+"""Collectives between devices in one exchange: python -m tests.xla.collectives FOLDER ROWSxCOLUMNS:DIM...
 
-Each parameter lies over all devices along its dimension. Prints, for each, the elements of the largest collective
-operation in the programs that were compiled for it, as JSON; XLA_FLAGS must have XLA write them to the folder as text.
+Each parameter is sharded over all devices along its dimension. The program prints, as JSON, the elements of the largest
+collective operation in the programs compiled for each. XLA_FLAGS must make XLA write these programs to the folder as
+text.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-to-all|all-reduce|reduce-sca
 
 
 def largest_collective(program: str) -> int:
-    """Elements."""
+    """Return its number of elements."""
     shapes = [shape for made in COLLECTIVE.findall(program) for shape in re.findall(r"\[([\d,]*)\]", made)]
     return max((prod(int(size) for size in shape.split(",") if size) for shape in shapes), default=0)
 
 
 def exchange(shape: tuple[int, int], dim: int, programs: Path) -> dict[str, int]:
-    """A contribution and its landing, for each half of a parameter."""
+    """Make a contribution and its landing, for each half of a parameter."""
     param = torch.nn.Parameter(torch.randn(shape).to("xla"))
     xla.shard(param, dim)
     xla.sync()

@@ -1,4 +1,4 @@
-"""Tests of XLA run on PJRT's CPU device, where torch_xla is installed; one process for each file that says so."""
+"""Tests of XLA run on PJRT's CPU device if torch_xla is installed; some files run in a process of their own."""
 
 from __future__ import annotations
 

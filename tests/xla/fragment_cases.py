@@ -1,6 +1,6 @@
-"""What fragments must do on one XLA device and on a mesh alike: the same contributions, landings and anchors as on CPU.
+"""Tests of fragments on one XLA device and on a mesh: contributions, landings and anchors must be those of the CPU.
 
-`OnXla` makes a rig of the device tests an XLA one; a file of tests derives from `FragmentCases` and says which rigs.
+`OnXla` turns a rig of the device tests into an XLA rig; a file of tests derives from `FragmentCases` and sets the rigs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLACES = ["device", "host"]
 
 
 class OnXla(Rig):
-    """A rig on XLA; every step ends with its sync."""
+    """A rig on XLA; every step ends with a sync."""
 
     def __init__(self, dtype=torch.float32, **options):
         super().__init__(dtype, "xla", **options)
@@ -40,12 +40,12 @@ class OnXla(Rig):
 
 
 def fetched_bytes(work):
-    """How many bytes come from the device meanwhile."""
+    """Count the bytes that are copied from the device in the block."""
     return _moved("InboundData", work)
 
 
 def sent_bytes(work):
-    """How many bytes go to the device meanwhile."""
+    """Count the bytes that are copied to the device in the block."""
     return _moved("OutboundData", work)
 
 
@@ -56,7 +56,7 @@ def _moved(name, work):
 
 
 def memory(dim=None, **learner):
-    """What the run says of a model of 4 MiB in 4 fragments."""
+    """Return the logged memory for a model of 4 MiB in 4 fragments."""
     weight = torch.nn.Parameter(torch.zeros(1024, 1024).to("xla"))
     if dim is not None:
         xla.shard(weight, dim)
@@ -65,7 +65,7 @@ def memory(dim=None, **learner):
 
 
 class FragmentCases:
-    """Tests of both; `on_cpu` and `on_xla` are rigs with the same shapes."""
+    """The tests; `on_cpu` and `on_xla` are rigs with the same shapes."""
 
     on_cpu: ClassVar[type[Rig]]
     on_xla: ClassVar[type[OnXla]]
@@ -76,7 +76,7 @@ class FragmentCases:
         for _ in range(30):
             p, merged = choose.randrange(3), choose.random() < 0.5
             updates = [cpu.published(p) for _ in range(choose.randint(0, 3))]
-            _ = [device.published(p) for _ in updates]  # keeps both generators in step
+            _ = [device.published(p) for _ in updates]  # keeps both generators in the same state
             sent = {}
             for rig in (cpu, device):
                 rig.train()
@@ -109,7 +109,7 @@ class FragmentCases:
             assert torch.allclose(cpu.local(p), device.local(p), atol=1e-6)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_progress_removed_is_exactly_what_was_sent(self, dtype):
+    def test_a_landing_removes_exactly_the_sent_values(self, dtype):
         rig = self.on_xla(dtype)
         rig.train()
         for p in rig.fragments:
@@ -146,7 +146,7 @@ class FragmentCases:
         with pytest.raises(NonFiniteError, match=name):
             rig.contribute(p)
 
-    def test_one_byte_for_each_element_comes_from_the_devices(self):
+    def test_one_byte_per_element_is_copied_from_the_devices(self):
         rig = self.on_xla()
         rig.train()
         for p in rig.fragments:
@@ -156,8 +156,8 @@ class FragmentCases:
             assert fetched_bytes(lambda p=p: rig.contribute(p)) == expected
             assert fetched_bytes(lambda p=p: rig.local(p)) == 4 * elements
 
-    def test_a_landing_brings_the_anchor_that_a_snapshot_needs(self):
-        """Of "host" anchors; that of the fragment due next had been brought before, and is an old one now."""
+    def test_a_landing_uploads_the_anchor_that_a_snapshot_needs(self):
+        """With "host" anchors, the anchor of the next fragment was prefetched, and the landing has made it outdated."""
         rig = self.on_xla(anchor_device="host")
         rig.train()
         rig.contribute(0)
@@ -167,18 +167,18 @@ class FragmentCases:
         assert sent_bytes(lambda: rig.device.snapshot(2)) > 0  # it was not due
 
     @pytest.mark.parametrize("anchor_device", PLACES)
-    def test_what_was_collected_is_encoded_without_the_device(self, anchor_device):
+    def test_a_collected_snapshot_is_encoded_without_the_device(self, anchor_device):
         rig = self.on_xla(anchor_device=anchor_device)
         rig.train()
         snapshot = rig.device.snapshot(0)
         assert fetched_bytes(lambda: rig.device.collect(snapshot)) > 0
         assert fetched_bytes(lambda: rig.device.encode(snapshot)) == 0
-        assert not snapshot.found  # who has encoded it keeps it, and nobody else
+        assert not snapshot.found  # only the encoded result keeps it
         assert torch.equal(rig.device.encode(snapshot).payload, rig.device.encode(rig.device.snapshot(0)).payload)
 
     @pytest.mark.parametrize("anchor_device", PLACES)
-    def test_nothing_is_compiled_after_every_fragment_was_exchanged_once(self, anchor_device):
-        rig, choose = self.on_xla(torch.float16, anchor_device=anchor_device), random.Random(0)  # compiled here first
+    def test_no_graph_is_compiled_after_every_fragment_was_exchanged_once(self, anchor_device):
+        rig, choose = self.on_xla(torch.float16, anchor_device=anchor_device), random.Random(0)  # first compiled here
 
         def exchange(p):
             rig.train()
@@ -193,7 +193,7 @@ class FragmentCases:
             rig.train()
             rig.receive(p, rig.published(p), sent=rig.contribute(p).payload)
         warm = xla.num_compilations()
-        per_signature = 3 if anchor_device == "device" else 2  # snapshot, landing; update of the anchor
+        per_signature = 3 if anchor_device == "device" else 2  # snapshot, landing; anchor's update
         assert warm - cold <= per_signature * len(rig.plan.signatures())
         for k in range(100):
             exchange(k % 3)
@@ -201,7 +201,7 @@ class FragmentCases:
 
     @pytest.mark.parametrize("anchor_device", PLACES)
     def test_second_thread_exchanges_while_the_first_trains(self, anchor_device):
-        """300 exchanges: what is staged late or refused lands later, and nothing is lost or recompiled."""
+        """In 300 exchanges, late or refused updates land later, and nothing is lost or recompiled."""
         rig, mirror, choose = self.on_xla(anchor_device=anchor_device), self.on_cpu(), random.Random(1)
         jobs, landings = queue.SimpleQueue(), queue.SimpleQueue()
 

@@ -1,9 +1,9 @@
 """One of two hosts that train as one learner: python -m tests.xla.hosts NUMBER FOLDER.
 
-PJRT's CPU device knows one process only. So each process computes the whole mesh, as if the other's devices were its
-own, but looks at what lies on its own devices only, and loads its own samples only. What is real: who launches which
-graph and when, how fragments are put together and handed on, the sampler, gloo, the syncer. What is not: computing
-across processes.
+PJRT's CPU device supports only one process. So each process computes the whole mesh, as if the other's devices were its
+own, but reads only the values on its own devices, and loads only its own samples. Real are the launches of graphs and
+their order, the assembly and distribution of fragments, the sampler, gloo and the syncer. Computation across processes
+is not real.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ mirror = threading.local()
 
 
 def pretend(number: int) -> None:
-    """This process is one host of several."""
+    """Make this process one host of several."""
     count, every_shard = NUM_DEVICES // NUM_HOSTS, xla._shards
 
     def own_shards(tensor):
@@ -38,7 +38,7 @@ def pretend(number: int) -> None:
         return every_shard(tensor)[slice(None) if sees_all else slice(number * count, (number + 1) * count)]
 
     def as_both(method):
-        """What a host fetches only to put it back to where it was; the other host does so, too."""
+        """Fetch values that a host only puts back; the other host does the same."""
 
         def seeing_all(*args):
             mirror.sees_all = True
@@ -63,7 +63,7 @@ def pretend(number: int) -> None:
 
 
 def noting(made: list[list[object]]) -> None:
-    """Note which graphs of exchanges are made, in this order."""
+    """Record the graphs of exchanges, in order."""
     for name in ("adopt", "local", "snapshot", "land"):
         method = getattr(XlaHostFragments, name)
 
@@ -75,7 +75,7 @@ def noting(made: list[list[object]]) -> None:
 
 
 class Watch(Callback):
-    """Notes the loss of every step."""
+    """Records the loss of every step."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -87,7 +87,7 @@ class Watch(Callback):
 
 
 def main(number: int, folder: Path) -> dict[str, object]:
-    """Train without a link, and with one; what came out."""
+    """Train without a link and with one; write the results."""
     pretend(number)
     torch.manual_seed(5)
     dry = Watch()

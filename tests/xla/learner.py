@@ -19,14 +19,14 @@ LOOK_EVERY = 20
 
 
 def joint_commits(tape: Path) -> list[dict[str, Any]]:
-    """What two learners contributed to."""
+    """Return the commits with contributions of two learners."""
     lines = tape.read_text().splitlines(keepends=True) if tape.exists() else []
     events = [json.loads(line) for line in lines if line.endswith("\n")]
     return [event for event in events if event["event"] == "commit" and len(event["learners"]) == 2]
 
 
 class Together(Callback):
-    """Ends training when the learners have done enough together."""
+    """Ends training when the learners have enough joint commits."""
 
     def __init__(self, tape: Path) -> None:
         self.tape = tape
@@ -47,7 +47,7 @@ if __name__ == "__main__":
         max_time={"minutes": 4},
         accelerator=accelerator,
         val_check_interval=LOOK_EVERY,
-        strategy={"quorum": 2},  # steps as short as these would rarely meet otherwise
+        strategy={"quorum": 2},  # steps this short would rarely share a round otherwise
         callbacks=[Together(Path(tape))],
     )
     trainer.fit(model, loader(int(batch_size)), loader())

@@ -17,7 +17,7 @@ from tests.xla.test_xla_trainer import Line, loader, trainer_for
 
 
 class Noting(Line):
-    """Notes every loss."""
+    """Records every loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Noting(Line):
 
 
 def trained(num_devices: int, reading: str) -> dict[str, object]:
-    """The strategy, and the losses."""
+    """Train; return the strategy and the losses."""
     torch.manual_seed(5)
     model = Noting()
     batch_size, _, shuffled = reading.partition("-")

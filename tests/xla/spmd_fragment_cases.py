@@ -16,7 +16,7 @@ NUM_DEVICES = 4
 SHAPES = {
     "embedding": (37, 5),  # padded
     "matrix": (24, 128),  # whole blocks on each device
-    "units": (12, 48),  # blocks end where devices do not
+    "units": (12, 48),  # blocks do not end at device boundaries
     "conv": (4, 3, 2, 2),
     "bias": (64,),
     "odd": (11,),
@@ -32,19 +32,19 @@ def _mesh():
 
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch):
-    """Small slices are treated as large ones are."""
+    """Treat small slices like large ones."""
     monkeypatch.setattr(layout, "_FEW_ELEMENTS", 100)
     monkeypatch.setattr(layout, "_SMALLEST_UNIT", 4)
 
 
 class Whole(Rig):
-    """The rig of the device tests, with shapes that devices can share."""
+    """The rig of the device tests, with shapes that can be sharded."""
 
     shapes, max_slice_numel = SHAPES, 1024
 
 
 class Sharded(OnXla):
-    """Its parameters over all devices."""
+    """The rig with parameters sharded over all devices."""
 
     shapes, max_slice_numel = SHAPES, 1024
 
@@ -71,7 +71,7 @@ class TestOnAMesh(FragmentCases):
         assert {name: xla.sharded_dim(param) for name, param in sharded.params.items()} == DIMS
 
 
-def test_slices_lie_in_the_shards_of_their_parameters():
+def test_slices_are_in_the_shards_of_their_parameters():
     parts = [part for layout in Sharded().device._layouts for part in layout.parts]
     assert {part.entry.slice.name for part in parts if part.is_local} == {"matrix", "units", "bias"}
 

@@ -1,4 +1,4 @@
-"""What two hosts hold of fragments over four virtual devices, in one process; test_xla_spmd.py starts it."""
+"""Parts of fragments on two hosts with four virtual devices, in one process; test_xla_spmd.py starts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.xla.spmd_fragment_cases import NUM_DEVICES, Sharded, _small_units  # 
 
 pytestmark = pytest.mark.xla
 
-HOSTS = [[[0, 1], [2, 3]], [[0, 3], [1, 2]]]  # devices need not be numbered host by host
+HOSTS = [[[0, 1], [2, 3]], [[0, 3], [1, 2]]]  # devices need not be numbered in the order of hosts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def _mesh():
 
 @contextmanager
 def looking_from(rows):
-    """Only what lies on these devices can be fetched."""
+    """Allow only values on these devices to be fetched."""
     every_shard = xla._shards
     xla._shards = lambda tensor: [every_shard(tensor)[row] for row in rows]
     try:
@@ -37,7 +37,7 @@ def looking_from(rows):
 
 
 class TwoHosts(Sharded):
-    """A device for each host, of the same parameters; `device` sees all of it."""
+    """A device for each host with the same parameters; `device` reads all values."""
 
     def __init__(self, hosts, dtype=torch.float32, **options):
         super().__init__(dtype, **options)
@@ -54,7 +54,7 @@ class TwoHosts(Sharded):
         self.first.rows_of_hosts = hosts
 
     def each(self, method, *args):
-        """What every host says."""
+        """Return the result of every host."""
         found = []
         for rows, host, arg in zip(self.rows, self.hosts, args or self.hosts, strict=True):
             with looking_from(rows):
@@ -68,7 +68,7 @@ class TwoHosts(Sharded):
      (HOSTS[1], "int4", torch.float32, "host"), (HOSTS[0], "bf16", torch.float32, "device")],
 )  # fmt: skip
 @torch.no_grad()
-def test_parts_of_all_hosts_are_what_one_host_sees(rows, wire, dtype, place):
+def test_parts_of_all_hosts_join_to_the_values_of_one_host(rows, wire, dtype, place):
     rig = TwoHosts(rows, dtype, wire=wire, anchor_device=place)
     assert [host._own_rows for host in rig.hosts] == rows
     for p in rig.fragments:
@@ -98,7 +98,7 @@ def test_parts_of_all_hosts_are_what_one_host_sees(rows, wire, dtype, place):
         assert torch.equal(*xla.fetch(after, rig.device.local(p)))
 
 
-def test_a_host_does_not_see_what_lies_elsewhere():
+def test_a_host_does_not_read_values_on_other_hosts():
     rig = Sharded()
     for rows in HOSTS[1]:
         with looking_from(rows):

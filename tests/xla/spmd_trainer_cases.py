@@ -29,7 +29,7 @@ def _mesh():
 
 
 class Look(Callback):
-    """Notes along which dimension parameters and moments lie, and samples."""
+    """Records the sharded dimensions of parameters, moments and samples."""
 
     def __init__(self) -> None:
         self.dims: dict[str, list[int | None]] = {}
@@ -46,7 +46,7 @@ class Look(Callback):
 
 
 def test_fit_shards_parameters_and_optimizer_alike_learns_and_resumes(tmp_path):
-    """Checkpoints are written on the way, by Lightning and by the learner; none of them costs a graph."""
+    """Lightning and the learner write checkpoints during training; none of them needs a new graph."""
     torch.manual_seed(5)
     model, look = Line(), Look()
     saving = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=90, save_top_k=-1, filename="{step}")
@@ -71,13 +71,16 @@ def test_fit_shards_parameters_and_optimizer_alike_learns_and_resumes(tmp_path):
     assert all(len(set(dims)) == 1 for dims in look.dims.values())
 
 
-def test_layers_of_a_decoder_lie_where_rules_and_sizes_say(tmp_path):
+def test_layers_of_a_decoder_are_sharded_by_rules_and_sizes(tmp_path):
     strategy = trainer_for(tmp_path, 1, devices=NUM_DEVICES).strategy
     expected = {
         ("model.embed_tokens.weight", (1001, 64)): 1,  # the rule: a token's row is on all devices
         ("lm_head.weight", (1001, 64)): 1,
         ("transformer.wte.weight", (4096, 64)): 1,
-        ("model.layers.0.self_attn.q_proj.weight", (96, 64)): 1,  # rows are cut into slices: rather another dimension
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            (96, 64),
+        ): 1,  # rows are cut into slices
         ("model.layers.0.mlp.up_proj.weight", (256, 66)): 0,
         ("model.layers.0.experts.weight", (8, 64, 128)): 2,  # the largest
         ("model.norm.weight", (64,)): 0,
@@ -104,12 +107,12 @@ def test_accumulation_does_not_grow_the_graph(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_300_exchanges_over_a_bad_link_are_those_of_the_host(tmp_path, precision):
+def test_300_exchanges_over_a_bad_link_agree_with_the_host(tmp_path, precision):
     train_through_adversity(tmp_path, NUM_DEVICES, precision)
 
 
 def test_several_tpu_chips_of_a_host_are_one_learner_over_a_mesh(tmp_path, monkeypatch):
-    """Only their number is made up: the bare name takes all chips as one process."""
+    """Only the number of chips is simulated: the strategy's name uses all chips in one process."""
     monkeypatch.setattr(accelerators.XLAAccelerator, "is_available", staticmethod(lambda: True))
     monkeypatch.setattr(XLAAccelerator, "auto_device_count", staticmethod(lambda: NUM_DEVICES))
     options = {"accelerator": "tpu", "devices": "auto", "fast_dev_run": 3}

@@ -29,16 +29,16 @@ from tests.xla.test_xla_trainer import Line, loader, trainer_for
 MIN_EXCHANGES = 300
 MAX_STEPS = 40_000
 CUT_EVERY = 40  # exchanges
-ZEROS_EVERY, FIRST_ZEROS = 50, 10  # steps; the first ones compile, so they come before all is settled
-SETTLED = 150  # exchanges after which every fragment has been through everything
+ZEROS_EVERY, FIRST_ZEROS = 50, 10  # steps; the first ones compile
+SETTLED = 150  # exchanges after which every fragment has made all kinds of exchanges
 
 
 class Witness:
-    """A device in front of the real one, that looks at what it does.
+    """A device in front of the real one that checks its results.
 
     Attributes:
-        num_snapshots, num_merged: contributions looked at, and landings that removed one.
-        greatest_difference: between an integer sent, and that of the host.
+        num_snapshots, num_merged: checked contributions, and landings that removed one.
+        greatest_difference: greatest difference between a sent integer and that of the host.
         landed: (fragment, digest of the anchor), after each landing.
     """
 
@@ -84,7 +84,7 @@ class Witness:
         self.landed.add((fragment, self.device.digest(fragment)))
 
     def zeros(self, num_fragments: int) -> None:
-        """At the anchor, as without a step, contributions are exactly zero."""
+        """Check that contributions at the anchor are exactly zero."""
         self.device.show_anchor()
         for p in range(num_fragments):
             encoded = self.device.encode(self.device.snapshot(p))
@@ -103,7 +103,7 @@ class Witness:
 
 
 class Brief(Line):
-    """With a short memory: what AdamW divides by, sqrt(1 - beta2**step), is another graph from where it rounds to 1.
+    """Uses a small beta2, because AdamW's divisor sqrt(1 - beta2**step) gives another graph once it rounds to 1.
 
     In bfloat16 that is step 5543 for 0.999, which a fast machine reaches; here it is step 53.
     """
@@ -149,9 +149,9 @@ def train_through_adversity(folder: Path, devices: int, precision: str) -> None:
     """Exchange MIN_EXCHANGES times, a fragment due at every step; the anchors must be what the syncer published.
 
     Args:
-        folder: of the run.
-        devices: of the learner.
-        precision: of its Trainer.
+        folder: folder of the run.
+        devices: devices of the learner.
+        precision: precision of its Trainer.
     """
     run_dir = folder / "run"
     syncer = EmbeddedSyncer(run_dir)
@@ -160,7 +160,7 @@ def train_through_adversity(folder: Path, devices: int, precision: str) -> None:
         join = replace(syncer.address, host=host, port=port).join_string()
         torch.manual_seed(5)
         model, adversity = Brief(), Adversity(proxy)
-        # The graphs of a learner's first checkpoints may come before or after all is settled: there are none.
+        # No checkpoints, because their first graphs may be compiled at any time.
         diloco = {"join": join, "learner": "stressed", "checkpoint_every": 0}
         options = {"callbacks": [adversity], "strategy": diloco, "limit_val_batches": 0}
         trainer = trainer_for(folder, MAX_STEPS, devices=devices, precision=precision, **options)

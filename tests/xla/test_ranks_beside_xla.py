@@ -1,4 +1,4 @@
-"""Learners of several ranks with the torch that torch_xla needs, the oldest that is allowed; no XLA device in them."""
+"""Learners of several ranks with the oldest allowed torch, which torch_xla needs; they use no XLA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xla
 
 
 def test_ranks_give_the_anchors_of_one_device_although_fsdp2_moves_uneven_shards(processes: Processes) -> None:
-    """Shards of the last layer, which has three rows, are put elsewhere at the first forward by torch 2.9."""
+    """At the first forward, torch 2.9 moves the shards of the last layer, which has three rows."""
     layouts = {"one": (), "ddp": ("--devices", 2), "fsdp2": ("--devices", 2, "--inner", "fsdp2")}
     for name, layout in layouts.items():
         assert processes.end(processes.trainer(name, *PACED, *layout)) == 0

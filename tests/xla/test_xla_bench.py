@@ -1,4 +1,4 @@
-"""The bench of steps on XLA runs; what it says of steps as short as these means nothing."""
+"""The bench of steps on XLA runs; its results for such short steps have no meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.thorough]
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_bench_of_steps_tells_who_computed_how_long(tmp_path: Path) -> None:
+def test_bench_of_steps_reports_the_cpu_times_of_all_parts(tmp_path: Path) -> None:
     sizes = ["--width", "32", "--depth", "4", "--batch", "8", "--rounds", "1", "--turn-s", "6", "--warm-up", "2000"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.xla_step", *sizes, "--out", str(tmp_path / "found.json")],

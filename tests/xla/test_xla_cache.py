@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk where the platform can load them; only its name is made up here."""
+"""Compiled programs are kept on disk if the platform can load them; these tests only simulate its name."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def outcome(**environment: str) -> dict[str, object]:
 
 
 def test_second_process_finds_the_programs_of_the_first(tmp_path):
-    """PJRT's CPU device writes programs and finds them again, but cannot load what it found; a TPU can."""
+    """PJRT's CPU device writes programs and finds them again, but cannot load them; a TPU can."""
     folder, elsewhere = tmp_path / "lightning_diloco" / "xla", tmp_path / "elsewhere"
     first = outcome(XDG_CACHE_HOME=str(tmp_path))
     assert any(folder.iterdir())
-    second = outcome(XDG_CACHE_HOME=str(elsewhere), XLA_PERSISTENT_CACHE_PATH=str(folder))  # what people chose
+    second = outcome(XDG_CACHE_HOME=str(elsewhere), XLA_PERSISTENT_CACHE_PATH=str(folder))  # the user's choice
     assert not elsewhere.exists()
     for found in (first, second):
         assert (found["kept"], found["value"]) == (True, 3.0)
-        assert found["again"] is False  # too late: something was computed
+        assert found["again"] is False  # too late after a computation
     assert first["Miss"] > 0
     assert second["Miss"] == 0
     assert second["Hit"] + second["DeserializeFailure"] == first["Miss"]
 
 
-def test_nothing_is_kept_for_a_cpu_which_could_not_load_it(monkeypatch):
+def test_no_program_is_kept_for_a_cpu(monkeypatch):
     monkeypatch.delenv("XLA_PERSISTENT_CACHE_PATH", raising=False)
     assert xla.keep_compilations() is False
     assert "XLA_PERSISTENT_CACHE_PATH" not in os.environ

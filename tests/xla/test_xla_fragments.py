@@ -1,4 +1,4 @@
-"""One XLA device against the CPU; what a mesh must do likewise is in fragment_cases.py."""
+"""One XLA device compared with the CPU; fragment_cases.py has the tests that a mesh shares."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Few(Rig):
 
 
 class FewOnXla(OnXla):
-    """Likewise."""
+    """Few parameters on XLA."""
 
     shapes, max_slice_numel = Few.shapes, Few.max_slice_numel
 
 
-def test_slices_of_one_parameter_are_told_from_those_of_another():
+def test_slices_of_different_parameters_are_not_confused():
     cpu, device = Few(num_fragments=7), FewOnXla(num_fragments=7)
     fragments = device.plan.fragments
     of_names = {tuple(s.name for s in slices) for slices in fragments}
@@ -50,7 +50,7 @@ def test_slices_of_one_parameter_are_told_from_those_of_another():
         assert torch.allclose(cpu.local(p), device.local(p), rtol=0, atol=1e-6)
 
 
-def test_rows_of_equal_shape_share_their_graphs_wherever_they_lie():
+def test_rows_of_equal_shape_share_their_graphs_at_any_position():
     tensor, starts = xla.upload(torch.arange(24.0).view(12, 2), torch.tensor(0, dtype=torch.int32))
     for start in range(0, 12, 3):
         (at,) = xla.upload(torch.tensor(start, dtype=torch.int32))

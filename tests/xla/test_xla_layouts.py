@@ -34,7 +34,7 @@ OF_THE_RUN: dict[str, object] = {
     "quorum": len(LAYOUTS),
     "grace": 600.0,
     "lease_s": 600.0,
-    "data_parts": 1,  # who reads which samples is said here
+    "data_parts": 1,  # the test decides which learner reads which samples
     "waits_for_all": True,
 }
 NOT_THE_LEARNERS = json.dumps(dict.fromkeys(("sync_every", "num_fragments", "overlap")))
@@ -44,13 +44,13 @@ class Fleet:
     """One run, from its start to its end.
 
     Args:
-        root: of its files; made.
-        layouts: of its learners, by name.
-        wire: of the run.
+        root: folder of its files, which is created.
+        layouts: layouts of its learners, by name.
+        wire: wire precision of the run.
 
     Attributes:
-        held: what the ranks of each learner held at the end, by learner.
-        commits: of the run, in the order of fragments and versions.
+        held: final values of the ranks of each learner, by learner.
+        commits: commits of the run, in the order of fragments and versions.
     """
 
     def __init__(self, root: Path, layouts: dict[str, tuple[object, ...]], wire: str) -> None:
@@ -81,14 +81,14 @@ class Fleet:
 
     @property
     def anchor(self) -> dict[str, Any]:
-        """What every rank of every learner holds at the end, to the last bit."""
+        """Return the final anchor, whose bits must be equal on every rank of every learner."""
         found = [rank for ranks in self.held.values() for rank in ranks]
         assert all(rank["params"] == found[0]["params"] for rank in found)
         return found[0]
 
     @property
     def exchanged(self) -> list[tuple[Any, ...]]:
-        """Who contributed how many steps and tokens to which version."""
+        """Return the steps and tokens that each learner contributed to each version."""
         names = ("learners", "tokens", "steps", "staleness")
         return [
             (commit["fragment"], commit["version"], sorted(zip(*(commit[name] for name in names), strict=True)))
@@ -97,12 +97,12 @@ class Fleet:
 
     @property
     def seen(self) -> dict[str, list[int]]:
-        """Which samples each learner trained on."""
+        """Return the samples that each learner trained on."""
         return {name: sorted(index for rank in ranks for index in rank["seen"]) for name, ranks in self.held.items()}
 
 
 def test_learners_of_all_layouts_in_one_run_give_the_anchors_of_learners_on_one_device(tmp_path: Path) -> None:
-    """Who trains on which samples, and contributes what when, is the same in all runs: only the layouts differ."""
+    """Samples and contributions of each learner are the same in all runs; only the layouts differ."""
     alike: dict[str, tuple[object, ...]] = dict.fromkeys(LAYOUTS, ())
     exact, exact_alike = Fleet(tmp_path / "exact", LAYOUTS, "fp32"), Fleet(tmp_path / "exact-alike", alike, "fp32")
     coarse, coarse_alike = Fleet(tmp_path / "coarse", LAYOUTS, "int8"), Fleet(tmp_path / "coarse-alike", alike, "int8")

@@ -1,4 +1,4 @@
-"""SPMD is switched on for a whole process, before its first tensor: its tests have processes of their own."""
+"""SPMD is switched on for a whole process, before its first tensor, so its tests run in new processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def results(*argv: str, **environment: str) -> dict[str, Any]:
-    """What a module printed as its last line."""
+    """Return the last line that a module printed."""
     return results_of(run("-m", *argv, **environment))
 
 
@@ -50,11 +50,11 @@ def test_cases_pass_on_four_devices() -> None:
 
 @cache
 def losses(num_devices: str) -> dict[str, Any]:
-    """By batch size; shuffled as Lightning has it for several processes."""
+    """Return losses by batch size; shuffled as Lightning does for several processes."""
     return results("tests.xla.losses", num_devices, "8", "6", "8-shuffled", CPU_NUM_DEVICES=num_devices)
 
 
-@pytest.mark.parametrize("batch_size", ["8", "6"])  # of 6, one device has padding only
+@pytest.mark.parametrize("batch_size", ["8", "6"])  # with 6 samples, one device has only padding
 def test_losses_on_four_devices_equal_those_on_one_xla_device(batch_size: str) -> None:
     one, four = (losses(count)[batch_size] for count in ("1", "4"))
     assert (one["strategy"], four["strategy"]) == ("SingleDeviceXLADiLoCo", "SpmdXLADiLoCo")
@@ -63,7 +63,7 @@ def test_losses_on_four_devices_equal_those_on_one_xla_device(batch_size: str) -
 
 
 def test_two_hosts_train_as_one_learner(tmp_path: Path) -> None:
-    """Each computes the other's part, too (see hosts.py), but sees, sends and loads its own only."""
+    """Each host also computes the other's part (see hosts.py), but reads, sends and loads only its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -84,12 +84,12 @@ def test_two_hosts_train_as_one_learner(tmp_path: Path) -> None:
 
     first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
     assert (first.pop("rank"), second.pop("rank")) == (0, 1)
-    assert first == second  # losses, parameters, what was exchanged when
+    assert first == second  # losses, parameters, and the times of exchanges
     texts = [path.read_text() for path in sorted(tmp_path.glob("graphs*"))]
     graphs = [re.findall(r"^Graph Hash: (\w+)", text, re.MULTILINE) for text in texts]
     assert len(graphs[0]) > 2 * len(first["losses"])
-    assert len(set(graphs[0])) <= 32  # none is new for an exchange
-    assert graphs[0] == graphs[1]  # or hosts would wait for each other for ever
+    assert len(set(graphs[0])) <= 32  # an exchange needs no new graph
+    assert graphs[0] == graphs[1]  # otherwise hosts would wait for each other forever
     assert first["strategy"] == "SpmdXLAHostsDiLoCo"
     assert first["dry"] == pytest.approx(losses("4")["8-shuffled"]["losses"], rel=1e-5)
     assert len([fragment for name, fragment in first["made"] if name == "land"]) > 20
@@ -101,11 +101,11 @@ def test_two_hosts_train_as_one_learner(tmp_path: Path) -> None:
     assert summary["tokens_seen"] == 4 * len(first["losses"]) * 8
 
 
-def test_nothing_is_gathered_for_an_exchange_but_where_blocks_or_rows_demand_it(tmp_path: Path) -> None:
+def test_exchanges_gather_values_only_if_blocks_or_rows_require_it(tmp_path: Path) -> None:
     expected = {
-        "1024x256:1": 0,  # whole blocks: nothing but two norms
+        "1024x256:1": 0,  # whole blocks: only two norms
         "1024x384:1": 1 / 32,  # the last 32 columns of a device share their block with the next device's first
-        "1024x256:0": 2,  # the rows of a slice lie on two devices: all of the parameter is gathered
+        "1024x256:0": 2,  # the rows of a slice are on two devices, so the whole parameter is gathered
     }
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     found = results("tests.xla.collectives", str(tmp_path), *expected, XLA_FLAGS=flags)
@@ -113,8 +113,8 @@ def test_nothing_is_gathered_for_an_exchange_but_where_blocks_or_rows_demand_it(
         assert found[case]["largest_collective"] == max(1, share * found[case]["fragment"])
 
 
-def test_learner_with_one_of_several_devices_learns_on_that_one(tmp_path: Path) -> None:
-    """What its link uploads, in threads of its own, must go there, too."""
+def test_learner_with_one_of_several_devices_trains_on_it(tmp_path: Path) -> None:
+    """Its link's threads must upload to this device, too."""
     script = """
 import json, sys, torch
 from pathlib import Path

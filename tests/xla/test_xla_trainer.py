@@ -1,4 +1,4 @@
-"""A Trainer on one XLA device, with a real syncer in a process of its own."""
+"""A Trainer on one XLA device, with a real syncer process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.quiet import QUIET
 
 pytestmark = [
     pytest.mark.xla,
-    pytest.mark.filterwarnings("ignore"),  # Lightning and torch_xla say much about small runs
+    pytest.mark.filterwarnings("ignore"),  # Lightning and torch_xla warn about small runs
 ]
 
 
 class Line(L.LightningModule):
-    """Two layers that learn a fixed linear map; notes how many graphs and syncs there were before every batch."""
+    """Two layers that learn a fixed linear map; records the number of graphs and syncs before every batch."""
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def model() -> Line:
 
 
 @pytest.mark.parametrize("anchor_device", ["device", "host"])
-def test_fit_learns_and_compiles_nothing_after_the_first_rounds(model, tmp_path, anchor_device, caplog):
+def test_fit_learns_and_compiles_no_graph_after_the_first_rounds(model, tmp_path, anchor_device, caplog):
     trainer = trainer_for(tmp_path, 300, val_check_interval=100, strategy={"anchor_device": anchor_device})
     trainer.fit(model, loader(), loader())
     assert type(trainer.strategy) is SingleDeviceXLADiLoCo
@@ -116,7 +116,7 @@ def test_half_precision_trains_in_half_precision(model, tmp_path):
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_accumulation_does_not_grow_the_graph(tmp_path, manual):
-    """Every micro-batch is handed to the device before the next one is traced."""
+    """Every micro-batch is sent to the device before the next one is traced."""
     torch.manual_seed(5)
     model = Line(manual)
     accumulated = {} if manual else {"accumulate_grad_batches": 2}
@@ -159,7 +159,7 @@ def test_precision_that_xla_does_not_have_is_refused(tmp_path, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.thorough), "bf16-true"])
-def test_300_exchanges_over_a_bad_link_are_those_of_the_host(tmp_path, precision):
+def test_300_exchanges_over_a_bad_link_agree_with_the_host(tmp_path, precision):
     from tests.xla.stress import train_through_adversity
 
     train_through_adversity(tmp_path, 1, precision)
