@@ -26,7 +26,7 @@ Grace = Literal["adaptive"] | float
 
 PROTOCOL_VERSION = 2
 CHAIN_LENGTH = 3
-"""Versions behind up to which a learner gets the updates that it misses; beyond, the published values in full."""
+"""A learner that is more versions behind gets the full published values instead of the missing updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +45,14 @@ class RunConfig:
             sums contributions, so the anchor does not depend on which of them share a round. "rda" makes longer steps
             with more learners in a round.
             "trimmed_mean" and "median" are taken per coordinate of all but embeddings. They bound what a minority of
-            learners can move. They count all contributions alike, and use the mean in rounds of fewer than 3.
+            learners can move. They weight all contributions equally, and use the mean in rounds with fewer than 3.
         guard: how broken learners are detected, whose contributions are then not merged: by "direction" and norm, or by
             "norm" alone. Choose "norm" if learners have data of different kinds, because their contributions may point
             in different directions although no learner is broken.
         outer_lr: outer learning rate, > 0, or "auto": it follows the correlation of successive outer gradients, between
             1 - mu and 1 - 0.3 mu; see `core/outer_lr.py`. The paper publishes none.
-        outer_momentum: Nesterov coefficient, 0 <= mu < 1. 0.6 with periods of 24 steps and more, smaller with shorter
-            ones.
+        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Default: 0.6 with periods of 24 steps and more, smaller with
+            shorter periods.
         wire: precision of values on the wire, in both directions.
         block_size: elements that share one quantization scale, a power of two, 16..4096.
         max_staleness_versions: contributions with a higher staleness are superseded, >= 1.

@@ -116,7 +116,7 @@ class _Asked:
     duration_s: float | None
 
     def overrides(self) -> list[str]:
-        """Return the options that precede the user's own; a duration starts now."""
+        """Return the options that precede the user's own; with a duration, they include its absolute end."""
         clock = [f"--trainer.callbacks+={_CLOCK}"]
         if self.duration_s is None:
             return clock
@@ -141,7 +141,7 @@ def _check(arguments: argparse.Namespace) -> _Asked:
     unknown = [word for word in words if word not in KINDS]
     twice = sorted({word for word in words if words.count(word) > 1})
     if unknown or twice:
-        found = f"found {unknown}" if unknown else f"{', '.join(twice)} is there more than once"
+        found = f"found {unknown}" if unknown else f"{', '.join(twice)} is given more than once"
         problems.append(f"--kinds {arguments.kinds}: {found}; allowed: {', '.join(KINDS)}, each once")
     if "shard" in words and not has_shards:
         problems.append("--kinds shard: the run has one shard, which is the syncer; add --shards 2, or more")

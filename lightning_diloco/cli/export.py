@@ -37,7 +37,7 @@ def call(arguments: argparse.Namespace) -> int:
     low, high = min(done.versions), max(done.versions)
     what = f"anchor of {arguments.run_dir}: versions {low}..{high} of {len(done.versions)} fragments"
     if done.config is None:
-        print(f"{what}; model: of a script, which left no config.yaml (--config names one)")
+        print(f"{what}; no config of the model, because a script saves none; pass one with --config")
         print(f"parameters by name: {done.folder / PARAMETERS}")
         print(f"in Python: lightning_diloco.load_anchor({str(arguments.run_dir)!r}, module)")
         return 0

@@ -19,7 +19,7 @@ def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "give a run another token; the old one is refused from then on"
     detail = (
-        ". Learners that can read RUN_DIR/join go on with the new one by themselves; others train on, refused, until "
+        ". Learners that can read RUN_DIR/join use the new one by themselves; others train on, but are refused until "
         "they are started again with DILOCO_JOIN=$(cat RUN_DIR/join)"
     )
     parser = add_verb(verbs, "rotate", about, _EXAMPLE, detail=detail)

@@ -124,12 +124,12 @@ def call(arguments: argparse.Namespace) -> int:
         _refuse_finished(run_dir)
     with claimed(run_dir, is_served=is_served):
         code = _run(arguments, target, run_dir, is_served=is_served)
-    let_threads_become_idle()  # those of the connection to the syncer can crash the shutdown of the interpreter
+    let_threads_become_idle()  # threads of the connection to the syncer can crash the shutdown of the interpreter
     return code
 
 
 def _refuse_unusable(arguments: argparse.Namespace, target: Path) -> None:
-    """Refuse what cannot be used before anything is created: a missing wandb, the page's address, the snapshot."""
+    """Check wandb, the page's address and the snapshot before anything is created."""
     _tracking(arguments.wandb, target)
     if not arguments.no_page:
         from lightning_diloco.live.server import check_address
@@ -145,7 +145,7 @@ def _refuse_finished(run_dir: Path) -> None:
     """Refuse a run directory whose run has finished.
 
     Raises:
-        ConfigError: its learners have made their last step, and would train steps again that are merged already.
+        ConfigError: its learners have made their last step; a new run would train merged steps again.
     """
     summary = last_summary(run_dir)
     if summary is not None and summary["status"] == "finished":

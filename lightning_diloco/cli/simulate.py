@@ -39,7 +39,8 @@ def _grace(text: str) -> float | str:
     return text if text == "adaptive" else 0.0 if text == "0" else seconds(text)
 
 
-# Options that take several values; each combination is simulated. Entries: parser of a value, default, help.
+# Options that take several values; each combination is simulated. An entry has the parser of a value, the default, and
+# the help.
 _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "learners": (int, 8, "number of learners (8)"),
     "chips": (count, 1.2e6, "chips of all learners together, such as 1.2M (1.2M)"),

@@ -47,7 +47,7 @@ def call(arguments: argparse.Namespace) -> int:
             fetch()
         except TransportError as error:
             raise ConfigError(
-                f"the syncer of {run_dir} does not answer, and a snapshot is taken while a run trains. Start the run "
+                f"the syncer of {run_dir} does not answer; a snapshot needs a running syncer. Start the run "
                 "again with its `diloco run` command; the model of a finished run comes from `diloco export`"
             ) from error
 

@@ -33,7 +33,7 @@ _QUIET_S, PATIENCE_S = 3.0, 60.0
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "show learners and rounds of a run: whom it waits for, since when, how long, and what happens then"
+    about = "show the learners and rounds of a run, and each wait: for whom, since when, until when, and what follows"
     parser = add_verb(verbs, "status", about, _EXAMPLE)
     parser.add_argument("target", metavar="DIR|HOST:PORT|diloco://...", help="run directory, address or join string")
     parser.add_argument(
@@ -80,7 +80,7 @@ def _next(fetch: Fetch, run_dir: Path) -> Status | None:
     A syncer may be silent for PATIENCE_S: it is restarted, the run gets a new token, or its standby takes over.
 
     Raises:
-        RemoteError: the syncer was silent for longer.
+        RemoteError: the syncer was silent for a longer time.
     """
     answered_s = time.monotonic()
     while True:

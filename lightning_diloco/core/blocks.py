@@ -8,7 +8,7 @@
    agree.
 4. int4 packs the first half of a block into the low nibbles and the second half into the high nibbles.
 5. On a CPU, all work is done in chunks that stay in the cache, in buffers that are allocated once. This takes 2.8 times
-   as long as a memcpy of the input, and by the loops of `kernels.py` as long as a memcpy; the one-line formula takes 35
+   as long as a memcpy of the input. The loops of `kernels.py` take as long as one memcpy; the one-line formula takes 35
    times as long.
 
 Shapes: _P values, _B blocks, _BS (blocks, block size).
@@ -119,7 +119,7 @@ def _quantize_blocks(x_BS: Tensor, packed: Tensor, scales_B: Tensor, work: Tenso
 
 def scales_for(amax_B: Tensor, bits: Bits) -> Tensor:
     """Compute the scales from the blocks' maximum magnitudes, which are overwritten (rules 2 and 3)."""
-    # By a tensor, because CUDA multiplies by the inverse of a number, which is rounded twice.
+    # Divide by a tensor. For a number, CUDA multiplies by its inverse, which rounds twice.
     return _round_up(amax_B.div_(amax_B.new_full((), 127.0 if bits == 8 else 7.0)))
 
 

@@ -18,5 +18,5 @@ def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
     if not memoryview(data).readonly and memoryview(data).nbytes:
         return torch.frombuffer(data, dtype=dtype)
     copied = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
-    copied.numpy()[:] = memoryview(data).cast("B")  # numpy lets other threads run meanwhile, bytearray() does not
+    copied.numpy()[:] = memoryview(data).cast("B")  # numpy releases the GIL during the copy, bytearray() does not
     return copied.view(dtype)

@@ -28,9 +28,9 @@ from lightning_diloco.core.blocks import num_blocks, sum_in_order
 from lightning_diloco.core.layout import Entry, FragmentLayout
 from lightning_diloco.core.quantize import Decoder, scaled
 
-_CHUNK_NUMEL = 1 << 16  # of each contributor, decoded at a time; 256 KiB as float32, which fit a core's cache
+_CHUNK_NUMEL = 1 << 16  # values decoded at a time, per contributor; as float32, 256 KiB, which fit a core's cache
 
-# Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
+# Each call iterates over the chunks of one slice: it yields (start, the values of all contributors there).
 Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 

@@ -36,7 +36,7 @@ def _loaded(device: torch.device, block_size: int) -> ModuleType | None:
         scales = torch.zeros(1, dtype=torch.bfloat16, device=device)
         fused_kernels.quantize(x, q, scales, block_size)
         fused_kernels.add(q, scales, x, 1, block_size)
-    except Exception as error:  # no triton, or none for this device, or no compiler on this machine
+    except Exception as error:  # triton is missing, does not support this device, or finds no compiler
         log.warning(
             "triton cannot be used on %s (%s: %s): encoding and decoding make more passes over memory",
             device,

@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int8]
 Halves = NDArray[np.uint16]  # bfloat16
 Doubles = NDArray[np.float64]
-Addresses = NDArray[np.int64]  # (contributors, 2): of the integers and of the scales, so that M is not part of the type
+Addresses = NDArray[np.int64]  # (contributors, 2): addresses of integers and of scales; M is not part of the type
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)

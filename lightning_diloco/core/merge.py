@@ -10,13 +10,14 @@ Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all l
 
 1. One contributor: a_m v_m, the identity if it is the whole fleet.
 2. Directions that cancel (|u| below 0.01: what is left is quantization noise) fall back to the mean.
-3. Trimmed mean and median count all contributions alike, whatever work is in them, and need MIN_ROBUST of them: fewer
-   have no middle, and are merged by the mean. So are embeddings: a row that few learners saw would never move.
+3. Trimmed mean and median weight all contributions equally, independent of their work. They need MIN_ROBUST
+   contributions; fewer are merged by the mean. Embeddings are always merged by the mean, because otherwise a row that
+   few learners saw would never move.
 4. RDA and mean are weighted sums. The coefficients of RDA follow from the dot products of the contributions
    (`core/encoded.py`), which are exact but for the rounding of float64 sums in a fixed order.
 5. The result depends on the order of the contributors; the caller sorts them.
-6. What is longer than its limit is scaled down before it is merged, as bytes (`core.quantize.scaled`): its learner does
-   the same to the bytes it kept, and so takes off exactly what was merged.
+6. A contribution longer than its limit is scaled down before the merge, in encoded form (`core.quantize.scaled`). Its
+   learner does the same with the bytes that it kept, and so subtracts exactly what was merged.
 
 Shapes: _P flat values, _C a chunk of them, _MC (contributors, chunk).
 Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; trimmed mean and median: arXiv 1803.01498; the fallbacks are
@@ -84,7 +85,7 @@ def merge_fragment(
         block_size: of buffers and layout.
         merge: "mean" for everything, or one of the others for all but the entries that say "mean".
         max_norms: a contribution longer than its limit is scaled down to it; None: no limits.
-        measured: these contributions, if that was done already.
+        measured: dot products of these contributions, if they were computed before.
 
     Returns:
         The outer gradient, (P,) bfloat16 with zero padding, and a report.
@@ -146,12 +147,12 @@ def _square(gram: Gram, coefs: Sequence[float]) -> float:
 
 
 def _num_cut(kind: Merge, num_contributors: int) -> int:
-    """How many of the largest values of a coordinate are left out, and of the smallest."""
+    """Return how many of the largest, and how many of the smallest values of a coordinate are left out."""
     return (num_contributors - 1) // 2 if kind == "median" else max(1, num_contributors // 4)
 
 
 def _middle(chunks: Chunks, scale: float, num_cut: int, out_P: Tensor) -> tuple[float, list[float]]:
-    """Write scale times the mean of what is left of each coordinate to out_P, bfloat16.
+    """Write scale times the mean of the remaining values of each coordinate to out_P, bfloat16.
 
     Returns:
         The squared norm of the result, and its dot product with each contribution.

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _loaded: ModuleType | None = None
 _thread: threading.Thread | None = None
 _starting = threading.Lock()
-_NUM_FREE = 5  # the state of a fragment, its update and its gradient
+_NUM_FREE = 5  # buffers for the state of a fragment, its update and its gradient
 _free: list[Array] = []
 
 

@@ -18,8 +18,8 @@
    rounds, and so is rho. The cosine of two successive gradients is lower the fewer learners take part in a round.
 4. rho is averaged, with half the weight on the last unit of work, and counts as at least SMALLEST_RHO: gradients that
    have nothing in common are noise, with which a larger rate does harm.
-5. In a fragment of more than MEASURED_NUMEL values, one block in so many is measured. This takes a tenth of the time of
-   an outer step.
+5. In a fragment of more than MEASURED_NUMEL values, only every n-th block is measured. This takes a tenth of the time
+   of an outer step.
 
 Sums are taken in one order, so that each machine gets the same bits.
 
@@ -48,7 +48,7 @@ class Correlation:
 
     Args:
         rho: its average, 0..1; the default is usual at the start of a training.
-        filled: how far the momentum buffer is filled, 0..1.
+        filled: filled part of the momentum buffer, 0..1.
     """
 
     rho: float = 0.7

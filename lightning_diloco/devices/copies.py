@@ -32,7 +32,7 @@ class Copies:
         with self._changed:
             self._num_unmade += len(copies)
             self._left.extend(copies)
-            self._changed.notify_all()  # whoever waits for earlier copies makes these, too
+            self._changed.notify_all()  # a thread that waits for earlier copies runs these, too
 
     def settle(self) -> None:
         """Finish all copies.

@@ -1,7 +1,8 @@
-"""Which families of transformers are language models: each position predicts the next token, and sees none after it.
+"""Finds the families of transformers that are language models: each position predicts the next token, and sees no later
+one.
 
 1. `AutoModelForCausalLM` also builds models that see the token that they must predict, and models that do not shift
-   their labels. Both train to a loss of almost zero, and learn to copy their input.
+   their labels. Both reach a loss of almost zero, because they learn to copy their input.
 2. The rule reads the config and the registries of transformers. It needs neither weights nor a forward.
 """
 

@@ -1,4 +1,4 @@
-"""Identities of local folders and files by content, equal for equal copies at any place."""
+"""Identities of local folders and files by content; equal copies at any location have equal identities."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
    in the stream. All other documents whose hash is not above the highest held-out hash are skipped, too.
 3. Every epoch has its own order of sources, and of sequences within a range.
 4. A source is read on from its current position. It is reopened for a block before that position.
-5. A reader that has read a whole epoch without a sequence raises an error, because it would never get one.
+5. A reader that has read a whole epoch without a full sequence raises an error, because it would never find one.
 """
 
 from __future__ import annotations

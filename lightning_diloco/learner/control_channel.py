@@ -103,7 +103,7 @@ class ControlChannel:
         try:
             retry(partial(self._send, [message]), within_s=within_s)
         except RemoteError as error:
-            log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
+            log.warning("the syncer did not receive %s: %s", type(message).__name__, error)
 
     def hurry(self) -> None:
         """Shorten polls, so that `_listen_loop` ends soon after the crew stops. Any thread, including that one."""

@@ -135,7 +135,7 @@ class Driver(Link):
         self._handle(events.Tick())
 
     def _expect(self, p: int, values: Tensor) -> None:
-        """Tell the other ranks, if there are any, that these values will be adopted at a boundary."""
+        """Announce to the other ranks, if there are any, that these values will be adopted at a boundary."""
 
     def _reconnect(self, number: int) -> None:
         """Send a hello again, with the marks of this learner's anchors."""

@@ -60,7 +60,7 @@ class EmbeddedSyncer:
                 if self._process.poll() is not None or time.monotonic() > deadline_s:
                     tail = self._log_path.read_text(errors="replace")[-2000:]
                     raise JoinError(
-                        f"the embedded syncer did not come up within {START_S:.0f} s; its log {self._log_path} ends:\n"
+                        f"the embedded syncer did not start within {START_S:.0f} s; its log {self._log_path} ends:\n"
                         f"{tail}"
                     )
                 time.sleep(0.05)

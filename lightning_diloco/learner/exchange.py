@@ -174,14 +174,14 @@ class FragmentExchange:
 
     def _encode(self, ready: messages.Ready, snapshot: Any) -> None:
         key = ready.fragment, ready.seq
-        if key not in self._wanted:  # its fate was decided while the device was computing
+        if key not in self._wanted:  # its fate was decided during the computation
             return
         try:
             encoded = self._device.encode(snapshot)
         except NonFiniteError as error:
             log.log(
                 logging.DEBUG if self._is_unsound else logging.ERROR,
-                "the contribution to fragment %d is not sent: %s; neither are others, until one is finite",
+                "the contribution to fragment %d is not sent: %s; further ones are sent when one is finite",
                 ready.fragment,
                 error,
             )
@@ -191,7 +191,7 @@ class FragmentExchange:
             kept, self._is_unsound = _Kept(encoded.payload), False
             self.norm, self.relative_error = encoded.norm, encoded.relative_error
         self._kept[key] = kept
-        if key not in self._wanted:  # its fate was decided meanwhile, so nobody will forget these bytes
+        if key not in self._wanted:  # its fate was decided meanwhile, so no later action will drop these bytes
             self._kept.pop(key, None)
             return
         self._handle(events.Encoded(ready.fragment, ready.seq))
@@ -216,7 +216,7 @@ class FragmentExchange:
         if not self._crew.stopping.is_set():
             if self._failed.get(p) != str(error):  # once for a shard that is away
                 self._failed[p] = str(error)
-                log.warning("an upload of fragment %d failed, its fate is asked: %s", p, error)
+                log.warning("an upload of fragment %d failed; the syncer is asked for its fate: %s", p, error)
             self._crew.stopping.wait(UPLOAD_AGAIN_S)
 
     def _fetch(self, wanted: actions.Fetch) -> None:
@@ -232,7 +232,7 @@ class FragmentExchange:
 
     def _fetch_failed(self, p: int, error: DiLoCoError) -> None:
         if not self._crew.stopping.is_set():
-            log.warning("a download of fragment %d failed, it is tried again: %s", p, error)
+            log.warning("a download of fragment %d failed and is tried again: %s", p, error)
             self._crew.stopping.wait(FETCH_AGAIN_S)
 
     def _get(self, p: int, *, have: int | None, generation: int) -> Bulk:
@@ -249,12 +249,12 @@ class FragmentExchange:
         try:
             update = self._update(p, bulk, None if mine is None else self._merged_part(p, mine, header["kept"]))
             if wanted.adopt and update.full is None:
-                raise CorruptMessageError(f"fragment {p} was asked for in full; updates came; nothing of it was used")
+                raise CorruptMessageError(f"fragment {p} was requested in full, but updates arrived; nothing was used")
             if wanted.adopt and update.full is not None:
                 self._expect(p, update.full)
             staged = (None, update.full) if wanted.adopt else (self._device.stage(p, update), None)
         except CorruptMessageError as error:
-            log.warning("an update of fragment %d is not usable, it is fetched again: %s", p, error)
+            log.warning("an update of fragment %d is invalid and is fetched again: %s", p, error)
             self._handle(events.FetchFailed(p))
             return
         self._staged[p] = staged

@@ -237,7 +237,7 @@ class Joining:
     # --------------------------------------------------------------------------------------------------- conversation
 
     def _ask(self, question: messages.FromLearner, wanted: Any) -> Any:
-        """Repeat a message until one of the wanted answers comes; of several, the newest counts."""
+        """Repeat a message until one of the expected answers arrives; of several answers, the newest counts."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
             heard = self._insist(partial(self._converse, question))
@@ -248,8 +248,8 @@ class Joining:
                 if isinstance(message, wanted):
                     return message
         raise JoinError(
-            f"the syncer at {self._address} answered, but not with what {type(question).__name__} asks for, within "
-            f"{ANSWER_S:.0f} s; look at its log and at `diloco status`"
+            f"the syncer at {self._address} did not answer {type(question).__name__} within {ANSWER_S:.0f} s, "
+            f"but answers other calls; look at its log and at `diloco status`"
         )
 
     def _converse(self, question: messages.FromLearner) -> list[messages.FromLearner | messages.FromSyncer]:
@@ -295,14 +295,14 @@ def reached(
                 log.log(logging.INFO if restoring_s < AGAIN_S else logging.WARNING, "%s: %s", address, error)
             if time.monotonic() - said_s >= RESTORING_S:
                 raise JoinError(
-                    f"the syncer at {address} says for {RESTORING_S:.0f} s: {error}; look at its log and disk"
+                    f"the syncer at {address} has reported for {RESTORING_S:.0f} s: {error}; look at its log and disk"
                 ) from error
             time.sleep(restoring_s)
         except TransportError as error:
             known_dir = run_dir or local_runs.find(address.run)
             if known_dir is not None and is_over(known_dir, address.run):
                 raise RunOverError(
-                    f"run {address.run} has finished, nothing is left to train; what came of it is in "
+                    f"run {address.run} has finished, nothing is left to train; its summary is "
                     f"{known_dir}/summary.json; a new run needs a new directory"
                 ) from error
             num_corrupt = num_corrupt + 1 if isinstance(error, CorruptMessageError) else 0

@@ -274,7 +274,9 @@ class Link(LearnerMetrics):
             self._crew.stopping.set()
             self._stop()
             if running := self._crew.join(THREADS_S):
-                log.warning("still waiting for the network or for rank 0, and left alone: %s", ", ".join(running))
+                log.warning(
+                    "threads still wait for the network or for rank 0, and are abandoned: %s", ", ".join(running)
+                )
             self._let_go(threads_have_ended=not running)
 
     def _say_goodbye(self) -> None:

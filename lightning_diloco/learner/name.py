@@ -1,4 +1,4 @@
-"""The run that a learner is to join, and default learner ids: `<host>-<slot>`, the first free slot of the machine.
+"""The run that a learner joins, and default learner ids: `<host>-<slot>`, with the first free slot of the machine.
 
 1. A slot is held by a file lock, which the system releases when the process ends. So a restarted learner gets its old
    id again.

@@ -1,4 +1,4 @@
-"""Changes of the syncer: a run gets a new token, its syncer moves to another machine, or its standby takes over.
+"""Changes of the syncer: the run gets a new token, the syncer moves to another machine, or its standby takes over.
 
 1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and accepts only the new token from then
    on.
@@ -8,11 +8,11 @@
    differ from the one in the file (a proxy or a forwarded port). It is used as long as the one in the file stays.
 4. If nothing has answered yet, the two addresses are tried in turn: a learner that is started again may have been given
    the address from before the syncer moved.
-5. If the run has a standby, and nothing has answered for ASK_AFTER_S, the standby is asked for STAY_S, then the syncer
-   again, and so on (`protocol/syncer/succession.py`). A standby that refuses to serve does not count as an answer. A
-   syncer that is reading its disk does. The standby is named in the join string, or in the answers of the syncer. A
-   transfer that still runs on the old connection is given up. A learner without any answer yet that dials a standby
-   asks the other one at once.
+5. If the run has a standby, and nothing has answered for ASK_AFTER_S, the connection dials the standby for STAY_S, then
+   the syncer again, and so on (`protocol/syncer/succession.py`). A standby that refuses to serve does not count as an
+   answer. A syncer that is reading its disk does. The standby is named in the join string, or in the answers of the
+   syncer. A transfer that still runs on the old connection is given up. A learner that has had no answer yet and dials
+   a standby dials the other one at once.
 
 Source: our choice.
 """
@@ -146,13 +146,13 @@ class Followed:
         def wait(connection: Connection) -> T:
             answer = unless(lambda: self._connection is not connection, partial(call, connection))
             if answer is None:
-                raise TransportError("the syncer did not answer any more, another address is tried; try again")
+                raise TransportError("the syncer does not answer any more; another address is tried; try again")
             return answer
 
         return wait
 
     def _ask_other(self, *, at_once: bool) -> None:
-        """After a failed call, dial the standby instead of the syncer, or the other way round, if it is time."""
+        """After a failed call, switch between the syncer and the standby if it is time."""
         with self._replacing:
             now_s = time.monotonic()
             is_time = now_s - self._answered_s >= ASK_AFTER_S and now_s - self._dialled_s >= self._stay_s

@@ -1,4 +1,4 @@
-"""A learner's connection to a syncer whose run has shards: each fragment travels to the process that holds it.
+"""A learner's connection to a run with shards: each fragment is exchanged with the process that holds it.
 
 The syncer names its shards in the answer to each message (`News.shards`). They have the syncer's token and certificate.
 """

@@ -35,7 +35,7 @@ def given_run_dir() -> Path | None:
 def agreed_parts(
     learner: LearnerConfig, *, connect: Callable[[JoinAddress], Connection] = FlightConnection
 ) -> int | None:
-    """Return into how many parts the run splits the data, before this learner joins it; None: it does not split them.
+    """Return the number of data parts of a run, before this learner joins it; None: the run does not split the data.
 
     Args:
         learner: the learner's options.

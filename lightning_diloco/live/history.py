@@ -78,11 +78,11 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
         case "return":
             return "good", f"{who} is back"
         case "rejected":
-            return "warn", f"{who} was turned away: {event['text']}"
+            return "warn", f"{who} was rejected: {event['text']}"
         case "refused":
             return "warn", f"a contribution of {who} to fragment {event['fragment']} was refused: {event['reason']}"
         case "quarantine":
-            return "bad", f"{who} is in quarantine, what it sends is not merged: {event['reason']}"
+            return "bad", f"{who} is in quarantine; its contributions are not merged: {event['reason']}"
         case "release":
             return "good", f"{who} is out of quarantine"
         case "suspended":

@@ -9,8 +9,8 @@
 5. gloo's threads release tensors a moment after the waiting thread continues, which may abort the process in the same
    way. They end with their process group, but a sharded model keeps its group, so the process waits until they are
    idle.
-6. A process may raise nothing although its work was lost, so that its script can still save what there is. It ends with
-   exit code 1, and logs the reason at its end.
+6. If work was lost, a process may raise no error, so that its script can still save its model. It ends with exit code
+   1, and logs the reason at its end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.01
-_TASKS = Path("/proc/self/task")  # without it, the wait is twice IDLE_S
+_TASKS = Path("/proc/self/task")  # otherwise the wait is 2 * IDLE_S
 _codes: list[int] = []  # exit code of this process, if it is known
-_reasons: list[str] = []  # of the exit code, if this process must log it
+_reasons: list[str] = []  # reason of the exit code, if this process must log it
 
 
 def arm_hard_exit() -> None:
     """Skip the shutdown of the interpreter after an exception, until `disarm_hard_exit` is called."""
     atexit.unregister(_end)
-    atexit.register(_end)  # the last one registered runs first
+    atexit.register(_end)  # the handler that is registered last runs first
 
 
 def hard_exit(code: int) -> None:

@@ -27,7 +27,7 @@ def keep_few_heaps() -> bool:
 
 
 def return_free_memory() -> bool:
-    """Return free memory to the system. Takes milliseconds, in which other threads may wait for memory.
+    """Return free memory to the system. This takes milliseconds; other threads may have to wait for memory.
 
     Returns:
         Whether the allocator is glibc's, and had memory to return.

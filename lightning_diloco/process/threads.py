@@ -1,4 +1,4 @@
-"""Background threads: they end together, report errors, leave the cores to training, or are left behind."""
+"""Background threads: they end together, report errors, and leave the cores to training; some can be abandoned."""
 
 from __future__ import annotations
 
@@ -119,16 +119,16 @@ def compute_alone() -> None:
 
 
 def unless(is_futile: Callable[[], bool], run: Callable[[], T]) -> T | None:
-    """Run a function in a thread of its own, and wait for the result as long as it can be of use.
+    """Run a function in a new thread, and wait for the result while it is useful.
 
-    A network call cannot be interrupted. The thread then stays behind until the call ends by itself.
+    A network call cannot be interrupted, so an abandoned thread runs until its call ends.
 
     Args:
-        is_futile: called often; returns whether the result is of no use any more.
+        is_futile: called often; returns whether the result is no longer useful.
         run: the function.
 
     Returns:
-        The result; None if it is of no use any more.
+        The result; None if it is no longer useful.
 
     Raises:
         BaseException: what `run` raised.

@@ -199,7 +199,7 @@ class SeedStored:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of comparing one contribution with the others.
+    """The result of comparing one contribution with the others.
 
     Args:
         odd: what is wrong with it, if anything.

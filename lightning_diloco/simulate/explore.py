@@ -277,7 +277,7 @@ class History:
         self._heal_all()
         fleet.run_for(RECONNECT_S)
         for learner in fleet.learners.values():
-            assert "no proof" not in (learner.error or ""), f"{learner.session} was turned away: {learner.error}"
+            assert "no proof" not in (learner.error or ""), f"{learner.session} was rejected: {learner.error}"
         training = list(self._training())
         before = {learner.session: learner.state.tokens for learner in training if learner.state is not None}
         fleet.run_for(MERGED_S)

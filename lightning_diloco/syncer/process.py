@@ -124,7 +124,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
     if given is None:
         return None
     if taken_from(run_dir) is not None:
-        log.info("%s has taken over its run before, and serves it", run_dir)
+        log.info("%s has already taken over its run, and serves it", run_dir)
         return None
     if (run_dir / "syncer" / "log").exists():
         differs_after(run_dir, 0)  # it was a primary; what it has may differ

@@ -42,7 +42,7 @@ def test_a_missing_rate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_repeated_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--kinds", "kill,stop,kill"]) == 2
-    assert "--kinds kill,stop,kill: kill is there more than once; allowed: kill, stop" in capsys.readouterr().err
+    assert "--kinds kill,stop,kill: kill is given more than once; allowed: kill, stop" in capsys.readouterr().err
 
 
 def test_options_are_checked_before_large_libraries_are_imported() -> None:

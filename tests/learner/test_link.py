@@ -129,7 +129,7 @@ def test_a_run_that_ended_on_this_machine_is_not_waited_for(tmp_path: Path, monk
     local_runs.note(RUN, run_dir)  # the newest counts
     with Fleet(tmp_path / "fleet") as fleet:
         fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", 1, RUN, "token", "0" * 64))
-        with pytest.raises(RunOverError, match=f"what came of it is in {run_dir}/summary.json"):
+        with pytest.raises(RunOverError, match=f"its summary is {run_dir}/summary.json"):
             fleet.learner("l0").join()
     assert local_runs.find("another") is None
 

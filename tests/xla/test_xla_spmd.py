@@ -141,4 +141,4 @@ L.Trainer(accelerator="xla", devices=4, strategy="decoupled_diloco", logger=Fals
 """
     done = run("-c", script)
     assert done.returncode == 1
-    assert "ConfigError: several XLA devices were asked for after tensors were made on one" in done.stderr
+    assert "ConfigError: several XLA devices were requested after tensors were made on one" in done.stderr

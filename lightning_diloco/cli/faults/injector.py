@@ -89,7 +89,7 @@ class FaultInjector:
         key = (fault.target, fault.kind)
         if key in self._lasting:
             return self._note("skip", fault, why=f"a fault of the same kind still lasts at {fault.target}")
-        if self._phases.get(fault.target) == "left":  # a restart would look for a run that may be over
+        if self._phases.get(fault.target) == "left":  # a restarted learner would look for a run that may be over
             return self._note("skip", fault, why=f"{fault.target} has left")
         if fault.kind == "shard":
             pid = self._shards.pop(fault.target, None)

@@ -30,7 +30,7 @@ _BEFORE = {
     "waiting": "waiting for learners",
     "seeding": "the first learner's parameters become the anchors",
 }
-_WORDS = {"open": "training", "idle": "waiting for learners"}  # the words of the live page
+_WORDS = {"open": "training", "idle": "waiting for learners"}  # same words as on the live page
 _STYLES = {
     "stepping": "green",
     "evaluating": "cyan",
@@ -250,7 +250,7 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
     loss = summary["eval_loss"]
     if loss is None:
         return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
-    # A run that counts samples has no language model, and a loss that large is not in nats per token.
+    # A run that counts samples has no language model, and a larger loss is not in nats per token.
     is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
     perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}
     return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}

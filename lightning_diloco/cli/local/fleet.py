@@ -8,9 +8,9 @@
 4. A child with exit code 0 (finished) or 2 (a wrong command line, as in argparse, jsonargparse and Python) is not
    restarted. After all other exits it is restarted. Exit code 143 means that a learner left cleanly after SIGTERM; this
    restart does not count towards the limit.
-5. `until=X`: the child is not restarted once X has finished. If a signal ended it then, it counts as finished, because
-   no work is lost. A child that has written `done_path` and fails by itself afterwards is not restarted, because it
-   would fail at the same place again.
+5. `until=X`: the child is not restarted after X has finished. If a signal ends it after that, it counts as finished,
+   because no work is lost. A child that has written `done_path` and fails by itself afterwards is not restarted,
+   because it would fail at the same place again.
 6. SIGTERM goes only to the child, which stops its own children. SIGKILL goes to the whole process group.
 7. A child with `spare` has a second process that waits on its stdin for a line, and then takes over.
 

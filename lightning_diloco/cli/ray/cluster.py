@@ -3,8 +3,8 @@
 1. `diloco run` is connected only during these calls, because Ray ends a process that is connected to a lost cluster.
    Actors and placement groups are detached, so they do not end with the connection. Only an embedded cluster keeps its
    connection, because it would end with it.
-2. All that can be wrong is found before the first process starts: the address, the resources, and on each node the
-   package, the recipe and the shared run directory.
+2. All checks are made before the first process starts: the address, the resources, and on each node the package, the
+   recipe and the shared run directory.
 
 Source: our choice.
 """
@@ -43,7 +43,7 @@ _TOKEN = "token"
 
 @contextmanager
 def embedded() -> Iterator[str]:
-    """Run a cluster of this machine during the block; yields its address."""
+    """Run a cluster of this machine during the block, and yield its address."""
     with _own_signals():
         ray.init(address="local", num_cpus=_EMBEDDED_CPUS, include_dashboard=False, **_OPTIONS)
     try:
@@ -54,7 +54,7 @@ def embedded() -> Iterator[str]:
 
 @contextmanager
 def connected(address: str) -> Iterator[str]:
-    """Be connected to a cluster during the block, and yield its address; within `embedded`, nothing changes.
+    """Connect to a cluster for the block, and yield its address; within `embedded`, the connection already exists.
 
     Raises:
         ConfigError: there is no Ray head.
@@ -90,7 +90,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def check_head(address: str) -> None:
-    """Refuse an address at which no Ray head answers. `ray.init` would wait for minutes.
+    """Check that a Ray head answers at this address; otherwise `ray.init` would wait for minutes.
 
     Raises:
         ConfigError: there is none, or it refuses this machine's token.
@@ -113,7 +113,7 @@ def check_head(address: str) -> None:
 
 
 def check_room(needs: Resources, num_learners: int) -> None:
-    """Refuse to start what the nodes of the cluster could not hold, even if all of it were free.
+    """Check that the nodes of the cluster have enough resources, whether or not they are free.
 
     Raises:
         ConfigError: there are too few resources.
@@ -134,7 +134,7 @@ def check_room(needs: Resources, num_learners: int) -> None:
 
 
 def check_nodes(run_dir: Path, target: Path) -> None:
-    """Refuse nodes that cannot run a learner: they must have the package, the recipe, and the run directory.
+    """Check that each node can run a learner: it must have the package, the recipe, and the run directory.
 
     Raises:
         ConfigError: a node lacks something; the message names all of them.
@@ -206,7 +206,7 @@ def place(known_as: str, name: str, run_dir: Path, needs: Resources, *, in_group
 
 
 def release(names: Sequence[str]) -> None:
-    """Make Ray forget what was placed under these names, so that it does not start it any more."""
+    """Remove the processes with these names from Ray, so that Ray does not start them again."""
     for known_as in names:
         with suppress(ValueError):  # it is gone
             ray.kill(ray.get_actor(known_as), no_restart=True)

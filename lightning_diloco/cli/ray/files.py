@@ -1,9 +1,9 @@
-"""The files in RUN_DIR/ray, by which `diloco run` and the keepers on other machines talk to each other.
+"""The files in RUN_DIR/ray, through which `diloco run` and the keepers on other machines communicate.
 
 1. NAME.order is the order for a process. `diloco run` writes it, the keeper of the process follows it. It is written in
    place, because a network file system may show a replaced file late. A reader ignores an order that is half written.
-2. NAME.events has one JSON object per line. Only keepers append to it. The keeper that was the last to write "began" is
-   the newest one; older ones must leave.
+2. NAME.events has one JSON object per line. Only keepers append to it. The keeper that wrote the last "began" is the
+   newest one; older ones must leave.
 3. `wanted` holds the number of learners that the run should have, and what is needed to check a new number.
    `diloco scale` writes it, `diloco run` follows it and removes it at its end. If it exists and no `diloco run` has
    claimed the directory, `diloco run` was killed, and another one may take its place (`left_alone`).
@@ -41,7 +41,7 @@ class Order:
     Args:
         words: arguments of Python; each machine uses its own interpreter.
         env: variables added to the environment of the machine.
-        is_joining: whether it also gets DILOCO_JOIN, as RUN_DIR/join is at each start, because the syncer may move.
+        is_joining: whether it also gets DILOCO_JOIN, read from RUN_DIR/join at each start, because the syncer may move.
         log_path: see `Command`.
         done_path: see `Command`.
         cwd: working directory.
@@ -141,7 +141,7 @@ class Desk:
         """Return the events from byte `start`, and the byte at which the next one begins; none if there is no file."""
         try:
             whole = list(whole_lines(self._events, start))
-        except OSError:  # also while a network file system does not answer
+        except OSError:  # or a network file system does not answer
             return [], start
         return [json.loads(line) for line in whole], start + sum(map(len, whole))
 
@@ -205,7 +205,7 @@ class Wanted:
 
 
 def left_alone(run_dir: Path) -> Wants | None:
-    """Return what a run wants whose `diloco run` was killed while its syncer runs on; None if there is no such run."""
+    """Return the `Wants` of a run whose `diloco run` was killed but whose syncer runs; None if there is none."""
     wants, join = Wanted(run_dir).read(), run_dir / "join"
     if wants is None or is_claimed(run_dir) or not join.exists():
         return None
@@ -215,7 +215,7 @@ def left_alone(run_dir: Path) -> Wants | None:
 def _with_port(words: tuple[str, ...], run_dir: Path, host: str) -> list[str]:
     """Give `--listen` ADDRESS:0 a port that stays the same while the syncer is on this machine.
 
-    A learner that starts while the syncer is away would otherwise dial an address that does not come back.
+    Otherwise, a learner that starts while the syncer is away would dial an address that is never used again.
     """
     found = list(words)
     if "--listen" in found and found[at := found.index("--listen") + 1].endswith(":0"):

@@ -4,7 +4,7 @@
    alone, so the end of the Ray head does not matter.
 2. The number of learners may change during the run (`diloco scale`). Those with the highest numbers are removed first,
    and added last. The syncer is started again, because it must expect another number of them to finish.
-3. A process whose machine does not answer is reported, and Ray is told not to start it any more.
+3. A process whose machine does not answer is reported, and removed from Ray, so that Ray does not start it again.
 4. If `diloco run` was killed, the next one takes over the processes that it had started, with their commands.
 """
 
@@ -28,11 +28,11 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.transport.address import read_join_file
 
 _POLL_S, _PLACE_S = 0.1, 20.0
-_ANSWER_S = 10.0  # for what a keeper and the shared disk need beyond the time of its process
+_ANSWER_S = 10.0  # additional time for the keeper and the shared disk
 
 
 class _Process:
-    """What is known of one process."""
+    """The state of one process, as far as it is known."""
 
     def __init__(self, desk: Desk, order: Order) -> None:
         self.desk, self.order = desk, order
@@ -53,7 +53,7 @@ class _Process:
         return process
 
     def wish(self, wish: Wish, within_s: float = 0.0) -> None:
-        """Tell its keeper."""
+        """Write this wish into the order of its keeper."""
         self.order = replace(self.order, wish=wish, within_s=within_s)
         self.desk.write_order(self.order)
 
@@ -100,7 +100,7 @@ class RayFleet:
         return [name for name in self._processes if name not in removed]
 
     def start(self, command: Command) -> None:
-        """Have one process placed and started, or take over the one that runs already."""
+        """Place and start one process, or take over one that already runs."""
         if self._runs(command.name):
             return  # it was taken over
         run_dir, is_syncer = self._plan.run_dir, command.name == SYNCER
@@ -115,7 +115,7 @@ class RayFleet:
             cluster.place(known_as, command.name, run_dir, needs, in_group=not is_syncer)
 
     def _take_over(self) -> None:
-        """Take over what an earlier `diloco run` had started. `watch` then makes it as many learners as are wanted."""
+        """Take over the processes of an earlier `diloco run`. `watch` then adjusts the number of learners."""
         for name in Desk.names(self._plan.run_dir):
             if found := _Process.found(Desk(self._plan.run_dir, name)):
                 self._processes[name] = found
@@ -125,7 +125,7 @@ class RayFleet:
         return name in self._processes and self._processes[name].order.wish == "run"
 
     def watch(self) -> None:
-        """Read what the keepers have told, and follow `diloco scale`. Does not block."""
+        """Read the events of the keepers, and apply `diloco scale`. Does not block."""
         self._read()
         self._say_who_waits()
         wanted = self._wanted.read()
@@ -183,7 +183,7 @@ class RayFleet:
     ) -> None:
         """Stop processes in good order, and kill those that still run after `within_s`; see `Fleet.stop`.
 
-        Learners that `diloco scale` has removed are waited for, too.
+        This also waits for learners that `diloco scale` has removed.
         """
         stopped = [name for name in {*names, *self._removed()} if self.outcome(name) == "running"]
         for name in stopped:
@@ -200,7 +200,7 @@ class RayFleet:
     def _still_running(
         self, names: list[str], after_s: float, is_urgent: Callable[[], bool] = lambda: False
     ) -> list[str]:
-        """Wait until these processes have ended; returns those that have not, after this time at the latest."""
+        """Wait up to this time for these processes to end; return those that still run."""
         deadline_s = time.monotonic() + after_s
         while names and time.monotonic() < deadline_s and not is_urgent():
             time.sleep(_POLL_S)
@@ -209,7 +209,7 @@ class RayFleet:
         return names
 
     def _forget(self, names: list[str], why: str) -> None:
-        """Let Ray start these processes no more."""
+        """Remove these processes from Ray, so that it does not start them again."""
         self._say(f"{', '.join(names)}: {why}; Ray does not start it any more")
         for name in names:
             self._processes[name].outcome = "stopped"

@@ -2,7 +2,7 @@
 
 1. The keeper outlives the actor (keeper.py). Ray starts the actor again elsewhere when its node is lost; the new actor
    starts a new keeper, and an older one leaves.
-2. The actor holds a pipe whose other end only the keeper has. Its end tells of the keeper's death, however it died.
+2. The actor holds a pipe whose other end only the keeper has. The pipe closes when the keeper dies for any reason.
 3. When the process has ended for good, the actor gives back its resources: it removes its placement group and itself.
 """
 
@@ -25,7 +25,7 @@ _PAUSE_S = 1.0
 
 
 class Host:
-    """Starts the keeper of a process, again after each death, until the process has ended for good.
+    """Starts the keeper of a process, and restarts it after each death, until the process has ended for good.
 
     Args:
         run_dir: RUN_DIR.
@@ -69,7 +69,7 @@ class Host:
                 stdout=log,
                 stderr=log,
                 pass_fds=(writer,),
-                check=False,  # then the pipe is closed, too
+                check=False,  # closes the pipe, too
             )
         os.close(writer)
         os.read(reader, 1)

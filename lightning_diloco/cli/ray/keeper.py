@@ -3,10 +3,10 @@
 1. A keeper does not belong to Ray. It has a session of its own and its starter ends at once, so the loss of its actor,
    of the node's raylet or of the Ray head does not end it. It follows the order of its process (files.py).
 2. The newest keeper of a process runs it. Older ones, on any machine that sees the run directory, stop their process in
-   good order and end. On the same machine, the new one waits for that, with a lock. On a lost machine there is nothing
-   to wait for.
+   good order and end. On the same machine, the new one waits for this with a lock. If the machine is lost, there is
+   nothing to wait for.
 3. If the command in the order changes, the process is killed and the new command is started.
-4. While the disk does not answer, the process runs on. The keeper tells its events later.
+4. While the disk does not answer, the process runs on. The keeper writes its events later.
 5. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
 
 Source: our choice.

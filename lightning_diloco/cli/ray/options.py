@@ -1,4 +1,4 @@
-"""The options of `diloco run --engine ray`, and what can be said about them before Ray is asked."""
+"""The options of `diloco run --engine ray`, and their checks that do not need Ray."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Change the number, and wait until the run has taken it."""
+    """Change the number, and wait until the run has applied it."""
     run_dir, num_learners = arguments.run_dir, arguments.learners
     if num_learners < 1:
         raise ConfigError(
@@ -50,7 +50,9 @@ def call(arguments: argparse.Namespace) -> int:
     deadline_s = time.monotonic() + _WITHIN_S
     while not _is_ordered(run_dir, num_learners):
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{run_dir}: not taken within {_WITHIN_S:g} s; see what `diloco run` says")
+            raise ConfigError(
+                f"{run_dir}: the new number was not applied within {_WITHIN_S:g} s; see the output of `diloco run`"
+            )
         time.sleep(_POLL_S)
     print(f"{run_dir}: {num_learners} learner(s) from now on; before: {wants.num_learners}")
     return 0

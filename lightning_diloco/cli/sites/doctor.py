@@ -75,7 +75,7 @@ def call(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{recipe} is a script; only a YAML recipe can be read without running it")
     join = arguments.join or os.environ.get("DILOCO_JOIN")
     if join is None and recipe is not None:
-        raise ConfigError("a recipe's traffic is compared with the way to a syncer; set DILOCO_JOIN or --join")
+        raise ConfigError("a recipe's traffic is compared with the link to a syncer; set DILOCO_JOIN or --join")
     found = _syncer(arguments.run_dir) if join is None else _learner(JoinAddress.parse(join), recipe, arguments.run_dir)
     checks: list[Check] = []
     for check in found:

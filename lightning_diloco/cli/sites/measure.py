@@ -1,4 +1,4 @@
-"""Measures a machine and its way to a syncer: round trip, bytes per second, memory and disk.
+"""Measures a machine and its link to a syncer: round trip, bytes per second, memory and disk.
 
 1. A transfer consists of calls with payloads that the syncer drops (up) or generates (down). Payloads are doubled until
    a call takes PROBE_S. Several calls at once use several TCP connections ("streams"), as in a real exchange.
@@ -46,7 +46,7 @@ class Rate:
 
 
 class Way:
-    """The way to a syncer.
+    """The link to a syncer.
 
     Args:
         connection: used by several threads at once.

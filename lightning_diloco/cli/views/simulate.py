@@ -67,7 +67,7 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
         f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
         f"overlap {last.config.overlap}; the syncer has as many cores as it needs, and does not fail",
         "the communication of data parallel training takes no time",
-        "take part: contributors of a round, of the learners that were stepping when it opened; merged: contributions",
+        "take part: contributors per learner that was stepping when the round opened; merged: number of contributions",
         *_deaths(last),
         *_outages(last),
         *_extra(last),
@@ -99,8 +99,8 @@ def _extra(scenario: Scenario) -> list[str]:
     if not scenario.num_extra:
         return []
     return [
-        f"{scenario.num_extra} more learners train for {scenario.extra_s:,.0f} s in the middle of the run; time: what "
-        "the merged tokens took, of the time in which the others would have trained them without failures"
+        f"{scenario.num_extra} more learners train for {scenario.extra_s:,.0f} s in the middle of the run; time: "
+        "that of the merged tokens, relative to the time that the other learners would need without failures"
     ]
 
 

@@ -139,7 +139,7 @@ class XlaFragments:
         if self._hidden is not None:
             names = {piece.name for piece in self._pieces[fragment]}
             params = {name: upload(self._hidden[name], dim=self._dims[name])[0] for name in names}
-        sync()  # keeps operations that a step has left pending out of this graph
+        sync()  # excludes pending operations of a step from this graph
         local_NL = self._local(fragment, params)
         sync()
         return local_NL

@@ -113,7 +113,7 @@ def use_mesh() -> int:
     if not is_mesh():
         if torch_xla._XLAC._xla_get_spmd_config_is_locked():
             raise ConfigError(
-                "several XLA devices were asked for after tensors were made on one: SPMD must be switched on before; "
+                "several XLA devices were requested after tensors were made on one: SPMD must be switched on before; "
                 "make the Trainer before anything is moved to an XLA device, or call torch_xla.runtime.use_spmd() first"
             )
         xr.use_spmd()

@@ -37,7 +37,7 @@ from lightning_diloco.process.threads import Crew
 
 PULSE_S = 1.0
 COME_S = 0.01
-_numbers = count()  # numbers the `Ranks` of a process; the same on all ranks
+_numbers = count()  # counts the `Ranks` of a process; the same on all ranks
 T = TypeVar("T")
 
 

@@ -33,7 +33,7 @@ class OneOfSeveral(Link):
         super().__init__(*args, **options)
         self._ranks = ranks
         self._in_front = partial(kind, ranks=ranks, boxes=boxes, stopping=self._crew.stopping)
-        self._is_over = False  # whether the ranks need each other no more
+        self._is_over = False  # whether the ranks no longer need each other
 
     def _begin(self, **said: Any) -> None:
         agreement = Agreement(**{"num_failed": int(self._error is not None), **said})

@@ -163,7 +163,7 @@ class PartedConnection:
         own = Bulk(_part_header(bulk.header, 0, n), part(0))
         if not self._orders.give(order, partial(self._put, own, deadline_s=deadline_s)):
             raise TransportError(
-                "a rank of this learner did not upload its part, and says why; all parts must arrive; rank 0 sends them"
+                "a rank of this learner did not upload its part (its log has the reason); rank 0 sends all parts"
             )
 
 

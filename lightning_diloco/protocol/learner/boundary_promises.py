@@ -53,6 +53,6 @@ class Promises:
         return True
 
     def end_boundary(self) -> list[msg.FromSyncer]:
-        """Forget the promise, which is kept by now; returns the postponed messages."""
+        """Drop the fulfilled promise; return the postponed messages."""
         postponed, self._postponed, self._promise = self._postponed, [], _NOTHING
         return postponed

@@ -84,7 +84,7 @@ class Fragment:
         intent_s: when the last intent was created.
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
-        outlived: version of this learner's anchor, if its generation is over and the new one is not adopted yet.
+        outlived: version of this learner's anchor, if its generation has ended and the next one is not adopted yet.
         answered_with_old: newest round that was answered with a contribution from before its announcement.
     """
 

@@ -1,7 +1,7 @@
 """The learner's state machine, after it has adopted the anchors.
 
 1. Progress is `param - anchor`. Progress that was not merged stays in the parameters; this file only books its tokens.
-2. Each fragment has at most one outstanding contribution, and no further snapshot is taken until that has its fate.
+2. Each fragment has at most one outstanding contribution. No further snapshot is taken before its fate is known.
 3. "Merged at v" changes nothing until v lands. With carry, "superseded" drops nothing: the next range starts where the
    last one did.
 4. No update lands while the pseudo-gradient of its fragment is being encoded, nor during evaluation.
@@ -367,7 +367,7 @@ class LearnerState:
         generation = max(message.generations)
         if self._drain_clock:
             self._drain_clock.forget_intents()
-        # Until it has adopted a generation, it has no proof of it: the syncer may have lost it, or another one has its
+        # Without an adopted generation, it has no proof of it: the syncer may have lost it, or another one has its
         # number.
         has_adopted = any(f.generation == self.generation for f in self.fragments)
         is_anew = generation > self.generation or not has_adopted

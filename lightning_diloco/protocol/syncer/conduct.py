@@ -54,7 +54,7 @@ class Conduct:
         self._likenesses: dict[str, deque[float]] = {}
 
     def hear(self, member: Member, verdict: Verdict) -> records.Quarantined | records.Released | None:
-        """Take a verdict on a contribution; returns the record of a quarantine or release that follows from it."""
+        """Process a verdict on a contribution; return the record of a quarantine or release that follows from it."""
         name = member.learner
         if verdict.likeness is not None:
             self._likenesses.setdefault(name, deque(maxlen=NUM_LIKENESSES)).append(verdict.likeness)

@@ -101,17 +101,17 @@ class Member:
         return self.is_live and self.step > 0 and not self.is_stalled(now_s, heartbeat_s)
 
     def greet(self, hello: Hello) -> None:
-        """Take a hello: the connection that is in use now, and where the process runs."""
+        """Process a hello: store its connection and the location of the process."""
         self.connection, self.where, self.site = hello.connection, hello.where, hello.site
 
     def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
-        """Take a progress report."""
+        """Store a progress report."""
         if progress.step > self.step or (phase == "stepping" and self.phase != "stepping"):
             self.stepped_s = now_s
         self.step, self.tokens, self.landed, self.phase = progress.step, progress.tokens, progress.landed, phase
 
     def heard_stepping(self, step_s: float, now_s: float) -> None:
-        """Take an intent: a learner that asks for a round is stepping or draining."""
+        """Process an intent: a learner that asks for a round is stepping or draining."""
         self.step_s, self.stepped_s, self.step = step_s, now_s, max(1, self.step)
         if self.phase == "evaluating":
             self.phase = "stepping"

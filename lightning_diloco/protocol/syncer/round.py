@@ -54,7 +54,7 @@ class Round:
         opener_step_s: the opener's time per step.
         electorate: sessions that the round waits for.
         num_stepping: size of the electorate when the round opened.
-        owed: sessions superseded so often that this round waits for them.
+        owed: sessions that were superseded twice in a row, so this round waits for them.
         until_s: when the current stage ends by itself.
         answers_until_s: when sessions that have not answered leave the electorate.
         members: sessions whose contributions are merged, in the order of the merge; empty until membership closes.

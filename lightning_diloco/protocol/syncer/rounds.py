@@ -49,7 +49,7 @@ OWED_AFTER = 2
 WAIT_FOR_OWED_STEPS = 10
 MAX_SLOWER = 4.0
 MAX_WAIT_S = 600.0
-MAX_PATIENCE_S = 60.0  # limit of what a draining learner may ask for
+MAX_PATIENCE_S = 60.0  # upper limit of a draining learner's patience
 ANSWER_STEPS, ANSWER_FLOOR_S = 10, 10.0
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
@@ -91,10 +91,10 @@ class Rounds:
         if member.phase != "draining":
             intent = replace(intent, patience_s=0.0)  # the others do not wait for a learner that trains on
         elif not self.contributions.has_unmerged(member, p):
-            return []  # the learner sent the intent before it received the fate of its last tokens
+            return []  # the learner sent the intent before it knew the fate of its last tokens
         if f.round is None:
             if intent.patience_s > 0 and self._somebody_evaluates():
-                f.wanted[member.session] = intent  # opened when no learner evaluates any more
+                f.wanted[member.session] = intent  # opened when no learner evaluates
                 return []
             return self._open(f, member.session, intent, now_s)
         if f.round.stage == "collecting":
@@ -280,7 +280,7 @@ class Rounds:
         if len(here) < len(there) and now_s < r.until_s:
             return []
         for held in there.values():
-            held.is_late = not held.has_payload  # no further round waits for it; it can join one when it is here
+            held.is_late = not held.has_payload  # it can join a later round, which does not wait for it
         if not here:
             return self._abort(p, f, "no payload arrived in time" if there else "contributors left")
         return self._merge(p, f, r, here, now_s)

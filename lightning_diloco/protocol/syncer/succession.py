@@ -1,26 +1,27 @@
-"""The rules that decide which of two syncers, the primary or its standby, serves a run.
+"""The rules by which either the primary or its standby serves a run.
 
 1. The primary announces a decision when its standby has the record on disk. A takeover therefore loses nothing that a
    learner knows. Records of IN_FLIGHT kinds may be on their way together, and any message waits for all records before
    it. After any other record, the primary decides nothing until the standby has it, because of rule 5.
 2. If the standby is silent for ALONE_S, the primary may continue without it, but only if at least half of the learners
    have talked to it without a pause of more than PAUSE_S since BEFORE_S before the standby was last heard. Otherwise it
-   waits: they may follow the standby. A restarted primary does not know who did; it waits, or a person decides.
-3. A learner that has got no answer from one syncer for ASK_AFTER_S asks the other one.
+   waits, because the learners may follow the standby. A restarted primary does not know how many do; it waits, or a
+   person decides.
+3. A learner without an answer from one syncer for ASK_AFTER_S asks the other one.
 4. The standby may take over if the primary is silent for QUIET_S and more than half of the learners have asked it
    within ASKED_S. If it was without the primary for FRESH_S, it may not, because the primary may have continued without
    it. Then a person decides.
 5. Rules 2 and 4 exclude each other. A standby that takes over was in step with the primary less than FRESH_S before,
    and more than half of the learners have just asked it. Each of them had paused at the primary for ASK_AFTER_S. This
    was later than BEFORE_S before the standby was in step, because a call takes at most CALL_S and counts for ASKED_S.
-   So these learners do not count for the primary, neither then nor later, and two halves of which one is more than half
-   do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
+   So these learners do not count for the primary, neither then nor later. The primary needs at least half of the fleet,
+   and the standby more than half; both cannot be true. Also, FRESH_S ends before ALONE_S.
    Both must count the same fleet. The standby counts the learners that its log has. The primary's log may be ahead by
    one record that changes the fleet, because only one is on its way at a time, and the primary's machine may be ahead
    of its log. So the primary's condition must hold for every fleet in between.
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
-   suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
-   learners prove the versions that they know, and a new generation begins (`machine.py`).
+   suspended between its decision and the next call. If these assumptions fail, both syncers may serve. Then learners
+   prove the versions that they know, and a new generation begins (`machine.py`).
 
 Source: our choice; the paper does not say what happens if the syncer fails.
 """
@@ -37,7 +38,7 @@ from lightning_diloco.protocol.syncer import records
 PAUSE_S = 2.5
 ASK_AFTER_S = 5.0
 ASKED_S = 5.0
-CALL_S = 10.0  # longest time until a call that was sent arrives, or fails
+CALL_S = 10.0  # longest time from sending a call to its arrival or failure
 BEFORE_S = CALL_S + ASKED_S
 ALONE_S = ASK_AFTER_S + CALL_S + ASKED_S + 1.0
 QUIET_S = 3.0
@@ -91,7 +92,7 @@ class Primary:
 
     def __init__(self, now_s: float) -> None:
         self._standby_s = now_s
-        self._stretches: dict[str, tuple[float, float]] = {}  # since when without a pause, and until when
+        self._stretches: dict[str, tuple[float, float]] = {}  # by session: start and end of its calls without a pause
 
     def heard(self, session: str, now_s: float) -> None:
         """Record an answered call of a learner."""
@@ -117,7 +118,7 @@ class Primary:
             and now_s - stretch[1] <= PAUSE_S
             and stretch[0] <= self._standby_s - BEFORE_S
         }
-        # The worst fleet has no steady learner that it can be without, and all others that it can have.
+        # The worst possible fleet has as few steady learners, and as many others, as possible.
         num_steady = len(fleets.certain & steady)
         num_others = len(fleets.possible - steady)
         return self.silent_s(now_s) >= ALONE_S and num_steady >= num_others

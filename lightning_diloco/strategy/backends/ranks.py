@@ -300,7 +300,7 @@ class RanksHooks(DiLoCoHooks):
         if agreed.stops:
             assert self._together is not None
             self._together.is_agreed = True
-            fit.stopping.stop("a rank of this learner said so")
+            fit.stopping.stop("a rank of this learner stops")
         if agreed.num_asked:
             self._sigterm_came()
             self._trainer._signal_connector.received_sigterm = True

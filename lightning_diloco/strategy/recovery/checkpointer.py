@@ -230,7 +230,7 @@ class LearnerCheckpointer:
     def close(self) -> None:
         """End the threads after the present checkpoint is written, or after CLOSE_S; idempotent."""
         if not self._written.wait(CLOSE_S):
-            log.warning("a checkpoint is still being written, and left alone")
+            log.warning("a checkpoint is still being written; this process does not wait for it")
         self._crew.stopping.set()
         if self._jobs is not None:
             self._jobs.stop()

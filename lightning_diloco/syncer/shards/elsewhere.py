@@ -71,12 +71,12 @@ class Elsewhere:
             ConfigError: it is none of this run's shards.
         """
         if not is_the_key(header.get("key"), self._key):
-            raise AuthError("a shard came without the key of RUN_DIR/standby; give it a current copy of that file")
+            raise AuthError("a shard called without the key of RUN_DIR/standby; give it a current copy of that file")
         request = ask.decode(header.get("request"))
         if isinstance(request, ask.AskIdentity):
             return Bulk({}, memoryview(self._identity.key + self._identity.certificate))
         if not isinstance(request, ask.Listens):
-            raise TransportError(f"{type(request).__name__} is asked of a shard, not of the syncer")
+            raise TransportError(f"{type(request).__name__} is a request to a shard, not to the syncer")
         num_shards = len(self.shards) + 1
         if request.num_shards != num_shards or not 0 < request.shard < num_shards:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Reporting:
             except RemoteError as error:
                 if problem_of(error) != said:
                     said = problem_of(error)
-                    log.warning("the syncer did not hear where this shard listens: %s", error)
+                    log.warning("the address of this shard could not be reported to the syncer: %s", error)
             except ConfigError as error:
                 log.error("%s", error)
         connection.close()

@@ -175,7 +175,7 @@ class ShardProcess:
             try:
                 self._process, started_s = self._started(), time.monotonic()
             except OSError as error:  # no memory for a process, for example
-                log.error("%s cannot be started: %s; it is tried again", self.shard.name, error)
+                log.error("%s cannot be started: %s; the syncer tries again", self.shard.name, error)
 
 
 def parsed_part(text: str) -> tuple[int, int]:

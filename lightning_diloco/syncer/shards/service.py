@@ -243,7 +243,7 @@ class ShardService:
             return self._over(request)
         self._attachment(str(header.get("nonce")))
         if (answer := self._answers.get(type(request))) is None:
-            raise CorruptMessageError(f"{type(request).__name__} is asked of the syncer, not of a shard")
+            raise CorruptMessageError(f"{type(request).__name__} is a request to the syncer, not to a shard")
         if isinstance(request, _COMPUTATIONS):
             with self._working:
                 self._attachment(str(header.get("nonce")))  # a syncer may have attached meanwhile

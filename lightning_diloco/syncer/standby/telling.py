@@ -52,7 +52,7 @@ class Telling:
             except TransportError:  # it is away, or a standby already
                 pass
             except RemoteError as error:
-                log.warning("the former primary was not told of the takeover: %s", error)
+                log.warning("the takeover could not be reported to the former primary: %s", error)
                 break
             self._ended.wait(AGAIN_S)
         source.close()
