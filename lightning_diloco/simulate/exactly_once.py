@@ -1,4 +1,4 @@
-"""Check that every range of samples is merged once per epoch, from the commits and from the samples that were read.
+"""Checks that every range of samples is merged once per epoch, by the commits and the samples that were read.
 
 1. A range is done at most once. Every sample of a range that is done is merged in every fragment, and so are the
    samples that a later lease of the range skips.

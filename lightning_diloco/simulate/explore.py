@@ -1,4 +1,4 @@
-"""Plays random histories of a fleet, in search of one that breaks an invariant.
+"""Runs random histories of a fleet, to find one that breaks an invariant.
 
 1. A history follows from its seed: a config, a network, and a list of steps. Learners join, finish, hang, and are
    killed or cut off. The syncer is killed between any two of its actions, restarts from a snapshot, is suspended, or
@@ -243,7 +243,7 @@ class History:
         self._fleet.syncer.restart(lose=1 + int(8 * amount))
 
     def _take_snapshot(self) -> None:
-        if not self._fleet.syncer.is_in_between:  # nor does a real syncer take one then
+        if not self._fleet.syncer.is_in_between:  # like a real syncer, which takes none then
             self._fleet.syncer.disk.take_snapshot(self._fleet.syncer.state)
 
     def _add_standby(self, amount: float) -> None:
@@ -273,7 +273,7 @@ class History:
     def _end(self) -> None:
         fleet = self._fleet
         fleet.network = replace(fleet.network, loss=0.0, repeats=0.0, jitter=0.0)
-        fleet.syncer.guard = 0.0  # what the norm guard leaves over waits for further rounds, without a limit
+        fleet.syncer.guard = 0.0  # work that the norm guard cut off waits for further rounds without a time limit
         self._heal_all()
         fleet.run_for(RECONNECT_S)
         for learner in fleet.learners.values():

@@ -83,7 +83,7 @@ class Fleet:
 
     @property
     def now_s(self) -> float:
-        """The present moment."""
+        """Current simulated time."""
         return self._timeline.now_s
 
     # ---------------------------------------------------------------------------------------------------- from outside
@@ -217,7 +217,7 @@ class Fleet:
         self.invariants.rolled_back()
 
     def _reaches(self, learner: SimulatedLearner, boot: int) -> bool:
-        """Return whether the syncer that the learner has called is there."""
+        """Return whether the syncer process that the learner has called still exists."""
         return not learner.is_cut and self.syncer.is_there(boot)
 
     def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
@@ -261,7 +261,7 @@ class Fleet:
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
         if learner.is_gone or learner.is_cut or boot < learner.boot:
-            return  # polls are answered in order, so messages of an earlier syncer are dropped
+            return  # polls are answered in order, so messages of an earlier syncer process are dropped
         if learner.state is not None and learner.is_stepping:
             self._learner_handles(learner, on.FromTheSyncer(message))
             return
@@ -399,7 +399,7 @@ class Fleet:
         self._learner_handles(learner, on.Uploaded(p, seq))
 
     def _fetch_next(self, learner: SimulatedLearner) -> None:
-        """Begin the next download, if none is under way. The update is that of the moment when it begins."""
+        """Begin the next download, if none is in progress. It has the version that is current when it begins."""
         if learner.is_fetching or not learner.fetches:
             return
         learner.is_fetching = True
@@ -424,7 +424,7 @@ class Fleet:
         self._after(takes_s, partial(self._fetched, learner, action, (update, digest, staged), boot))
 
     def _fetch_begins(self, learner: SimulatedLearner, action: do.Fetch) -> None:
-        """Do nothing; a fleet with real tensors takes the update now."""
+        """Do nothing; a fleet with real tensors overrides this to get the update."""
 
     def _fetched(
         self, learner: SimulatedLearner, action: do.Fetch, found: tuple[Update, str, on.Staged] | None, boot: int

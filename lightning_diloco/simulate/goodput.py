@@ -26,7 +26,7 @@ from lightning_diloco.simulate.chips import Chips, Pause, pauses, trained_s
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.settings import Network, Pace
 
-LEARNER_STEPS = 60_000  # of all learners together, if no duration is given: enough failures for one percent
+LEARNER_STEPS = 60_000  # of all learners together, without a duration: gives a precision of one percent
 _TOKENS = 10_000  # per step
 _TICK_S = 1.0
 _LATEST_DRAIN_S = 3600.0
@@ -279,12 +279,12 @@ class _Member:
     def _replace(self, rejoin_s: float) -> None:
         self._fleet.kill(self.process)
         self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
-        join_s = self._fleet.syncer.state.heartbeat_s  # so long the syncer makes sure that the old process is gone
+        join_s = self._fleet.syncer.state.heartbeat_s  # the syncer waits as long for the old process
         self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
 
 
 def _stops_training(stops: Sequence[Pause]) -> list[Pause]:
-    """Return the pauses without one that has ended at the time 0, which only tells the share of the slices."""
+    """Return the pauses, without one that has ended at time 0 and only sets the share of the slices."""
     return [pause for pause in stops if pause.ends_s > pause.begins_s]
 
 

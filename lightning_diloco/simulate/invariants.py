@@ -1,6 +1,7 @@
-"""Invariants of every history, recomputed from the log and from the tokens that learners really trained.
+"""Invariants of every history, computed from the log and from the tokens that learners have really trained.
 
-1. Versions only grow and the generation stays, unless the disk is rolled back. A takeover by the standby is no reason.
+1. Versions only grow and the generation stays, unless the disk is rolled back. A takeover by the standby does not count
+   as a rollback.
 2. No round closes below the effective quorum.
 3. Under "carry", parameters minus anchor equal the pending tokens. Every learner's anchor equals the published one.
 4. An anchor is the sum of the tokens merged into it, and no token is merged twice.

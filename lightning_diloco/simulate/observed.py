@@ -17,7 +17,7 @@ class Observed(Protocol):
 
     @property
     def now_s(self) -> float:
-        """The present moment."""
+        """Current simulated time."""
 
     @property
     def syncer(self) -> SimulatedSyncer:

@@ -1,4 +1,4 @@
-"""The data of a simulated fleet and its readers; one sample is one token.
+"""Data and readers of a simulated fleet; one sample is one token.
 
 A reader records the sample of every token, so that merged samples can be counted without the lease table.
 """

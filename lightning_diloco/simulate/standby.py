@@ -1,6 +1,6 @@
-"""The standby of a simulated syncer: how many records it has, and what the primary does when it has them.
+"""The standby of a simulated syncer: the records that it has, and the calls of the primary that wait for them.
 
-Which of the two serves the run is decided elsewhere (`protocol/syncer/succession.py`).
+`protocol/syncer/succession.py` decides which of the two serves the run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Standby:
     """Receives the records of a log in order.
 
     Args:
-        delay_s: time until a short record, or the word that it is there, arrives.
-        commit_s: how much longer a commit takes, as do the records behind it.
+        delay_s: time until a short record, or the report that it has arrived, is received.
+        commit_s: additional time of a commit, and of the records behind it.
         has: number of records that it has.
         timeline: simulated time.
 
@@ -56,11 +56,11 @@ class Standby:
         return num_records > self._reported
 
     def give_up(self) -> None:
-        """Call what waits for it."""
+        """Make all calls that wait for this standby."""
         self._report(self._newest)
 
     def forget(self) -> None:
-        """Forget what waits: the primary was killed."""
+        """Drop all waiting calls, because the primary was killed."""
         self._waiting.clear()
 
     def _receive(self, num_records: int) -> None:

@@ -30,29 +30,29 @@ NUM_NOTES_KEPT = 1000
 
 
 class World(Protocol):
-    """What is around a simulated syncer."""
+    """The environment of a simulated syncer."""
 
     def deliver(self, session: str, message: messages.FromSyncer, boot: int) -> None:
-        """Bring a message to a learner."""
+        """Deliver a message to a learner."""
 
     def reconnect(self) -> None:
-        """Let learners find a restarted syncer."""
+        """Make learners reconnect to a restarted syncer."""
 
     def saw(self, whose: str, event: object) -> None:
-        """Take note of an event that is handled now."""
+        """Record an event that is handled now."""
 
     def audit(self) -> None:
         """Check the syncer after an event."""
 
     def rolled_back(self) -> None:
-        """Take note that the disk has lost records."""
+        """Record that the disk has lost records."""
 
 
 class SimulatedSyncer:
-    """A syncer.
+    """A simulated syncer.
 
     Args:
-        world: what is around it.
+        world: its environment.
         config: the run's config.
         timeline: simulated time.
         chance: source of randomness.
@@ -98,7 +98,7 @@ class SimulatedSyncer:
         self._world, self._config, self._timeline, self._chance = world, config, timeline, chance
         self._expect, self._merge_s, self.guard = expect, merge_s, guard
         self._gradients: dict[tuple[int, int], int] = {}
-        self._num_lost: Counter[int] = Counter()  # restarts of its shard, by fragment
+        self._num_lost: Counter[int] = Counter()  # number of restarts of its shard, by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._todo: deque[do.SyncerAction] = deque()
         self._suspended_until_s = 0.0
@@ -109,11 +109,11 @@ class SimulatedSyncer:
     # ---------------------------------------------------------------------------------------------------- from outside
 
     def is_there(self, boot: int) -> bool:
-        """Return whether the process with this number answers."""
+        """Return whether the process with this number is running."""
         return boot == self.boot and not self._is_restoring
 
     def handle(self, event: on.SyncerEvent) -> None:
-        """Take an event, now or when the process is no longer suspended."""
+        """Handle an event, now or when the process is no longer suspended."""
         if self._timeline.now_s < self._suspended_until_s:
             wait_s = self._suspended_until_s - self._timeline.now_s
             self._timeline.after(wait_s, partial(self._handle_own, event, self.boot))
@@ -134,7 +134,7 @@ class SimulatedSyncer:
     def restart(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the process and restart it from its disk, which may have lost the newest `lose` records."""
         if lose:
-            self.standby = None  # its copy is of another history
+            self.standby = None  # the standby's copy belongs to another history
             self.disk.lose(lose)
             self._world.rolled_back()
         self.boot += 1
@@ -183,14 +183,14 @@ class SimulatedSyncer:
 
     @property
     def is_in_between(self) -> bool:
-        """Return whether process and disk differ, because it waits for its standby."""
+        """Return whether process and disk differ, because the syncer waits for its standby."""
         versions = [f.version for f in self.state.rounds.fragments]
         return self._is_blocked or self._is_restoring or versions != [len(values) - 1 for values in self.disk.anchors]
 
     # ---------------------------------------------------------------------------------------------------------- events
 
     def _handle_own(self, event: on.SyncerEvent, boot: int) -> None:
-        """Take an event of a thread of this process, unless it has been killed since."""
+        """Handle an event of a thread of this process, unless the process was killed meanwhile."""
         if boot == self.boot:
             self.handle(event)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class Timeline:
-    """Calls at moments of simulated time, in order; those of one moment in the order in which they were added.
+    """Calls at times of simulated time, in order; calls of the same time run in the order in which they were added.
 
     Attributes:
-        now_s: the present moment.
+        now_s: current simulated time.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class Timeline:
 
     @property
     def next_s(self) -> float | None:
-        """The moment of the next call; None if there is none."""
+        """Time of the next call; None if there is none."""
         return self._calls[0][0] if self._calls else None
 
     def run_until(self, until_s: float) -> None:
-        """Make all calls up to this moment, which then is the present one."""
+        """Make all calls up to this time, and set the current time to it."""
         while self._calls and self._calls[0][0] <= until_s:
             self.now_s, _, call = heapq.heappop(self._calls)
             call()

@@ -13,16 +13,16 @@ from lightning_diloco.storage.redo_log import RedoLog
 
 
 class LogCursor:
-    """A place in a log. It keeps its segment open, so that the log may drop this segment meanwhile.
+    """A position in a log. It keeps its segment open, so that the log may drop the segment meanwhile.
 
     The receiver checks the content of records (`log_frames.read_at`).
 
     Args:
         log: the log; may be written by other threads.
-        lsn: the last record before this place.
+        lsn: the last record before this position.
 
     Raises:
-        CorruptLogError: the record after this place is no longer kept.
+        CorruptLogError: the record after this position is no longer kept.
     """
 
     def __init__(self, log: RedoLog, lsn: int) -> None:
@@ -53,7 +53,7 @@ class LogCursor:
         os.close(self._fd)
 
     def _end_of(self, lsn: int) -> int:
-        """Return the end of the next record, after a change to the next segment if it is there."""
+        """Return the end of the next record; switch to the next segment if there is one."""
         found = extent_at(self._fd, self._offset)
         if found is None:
             _, fd = self._log.open_segment(lsn)

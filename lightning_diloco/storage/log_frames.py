@@ -146,7 +146,7 @@ def _next_magic(fd: int, offset: int, size: int) -> int:
 
 
 def bytes_at(source: int | memoryview, offset: int, num_bytes: int) -> bytes:
-    """Return so many bytes of a file or buffer from an offset on; fewer at its end."""
+    """Return this number of bytes of a file or buffer from an offset on; fewer at its end."""
     if isinstance(source, memoryview):
         return bytes(source[offset : offset + num_bytes])
     pieces = []

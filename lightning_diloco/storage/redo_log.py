@@ -192,7 +192,7 @@ class RedoLog:
         with self._mutex, storage("begin a new segment in", self.directory):
             self._faults("rotate:before")
             self.sync()
-            self._active.sync()  # also without new records: it cuts off what a failed append may have left
+            self._active.sync()  # also without new records, because it cuts off leftovers of a failed append
             first = self.last_lsn + 1
             if first == self._segments[-1]:
                 return

@@ -209,7 +209,7 @@ def _lines(path: Path, end: int = 0) -> Iterator[tuple[Json, int]]:
 
 def _parse(path: Path, number: int, text: bytes) -> Json:
     try:
-        line = _decode(text)  # five times as fast, which counts after a month of training
+        line = _decode(text)  # five times as fast, which matters after a month of training
     except (msgspec.DecodeError, UnicodeDecodeError):
         try:
             line = json.loads(text)  # NaN and Infinity

@@ -280,7 +280,7 @@ class DiLoCoFit:
         is_last, is_drained = link.finish(asked=self._asked_to_leave), link.is_drained
         shows_anchor = is_drained and not self.steps.are_missed
         if shows_anchor:
-            self.device.show_anchor()  # for good
+            self.device.show_anchor()  # permanently
         if strategy.is_global_zero:
             self._tell_end(is_drained)
         self._leave_run()

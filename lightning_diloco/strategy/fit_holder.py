@@ -1,4 +1,4 @@
-"""Gives the strategy's hooks access to the present fit."""
+"""Gives the strategy's hooks access to the current fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HoldsFit(Strategy):
 
     @property
     def _exchanging(self) -> bool:
-        """Whether the present steps are part of the run; the steps of a tuner's trial are not."""
+        """Whether the current steps are part of the run; the steps of a tuner's trial are not."""
         return self._joined is not None and self._joined.tuner_checkpoint is None
 
     @property

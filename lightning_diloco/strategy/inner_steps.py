@@ -92,7 +92,7 @@ class InnerSteps:
 
     @property
     def are_by_hand(self) -> bool:
-        """Whether no torch optimizer that is known trains exchanged parameters; asked with manual optimization."""
+        """Whether no known torch optimizer trains exchanged parameters; used with manual optimization."""
         params = map(id, self._fit.params.values())
         return not self._has_seen_step and held_by(self._trainer).isdisjoint(params)
 

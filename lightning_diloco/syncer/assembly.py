@@ -30,7 +30,7 @@ MAX_PARTS = 1 << 16
 
 
 class Admission(Protocol):
-    """What decides which payloads are kept: the syncer's state machine, or what a shard knows of it."""
+    """Decides which payloads are kept: the syncer's state machine, or a shard's knowledge of it."""
 
     @property
     def config(self) -> RunConfig:

@@ -84,7 +84,7 @@ class Front:
         return self._server.address
 
     def name_standby(self, standby: str | None) -> None:
-        """Write this standby (`host:port`) to RUN_DIR/join, if it is not there yet. Cheap enough to call often."""
+        """Write this standby (`host:port`) to RUN_DIR/join, if it is not there yet. May be called often."""
         if standby not in (None, self._address.standby) and self._written_ns() == self._seen_ns:
             self._address = replace(self._address, standby=standby)
             self._write()
@@ -95,7 +95,7 @@ class Front:
         self._written(self._address)
 
     def follow_rotation(self) -> None:
-        """Serve with the new token if the token was replaced. Cheap enough to call often."""
+        """Serve with the new token if the token was replaced. May be called often."""
         if (written_ns := self._written_ns()) != self._seen_ns:
             self._seen_ns = written_ns
             self._take_token()

@@ -4,7 +4,7 @@
 2. Cursors start from the wall clock at the start of the process, so the syncer recognizes a cursor of an earlier syncer
    process. It answers such a cursor with a single RESET, and the learner sends a hello again.
 3. A queue holds at most MAX_WAITING messages. Older messages are dropped, and the next poll gets RESET.
-4. There are at most MAX_SESSIONS queues, because any caller can make up session ids. A further queue replaces the least
+4. There are at most MAX_SESSIONS queues, because any caller can invent session ids. A further queue replaces the least
    recently used queue of a session that has not joined, or of any session if all have joined. The next poll of that
    session gets RESET.
 """

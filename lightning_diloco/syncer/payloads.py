@@ -293,7 +293,7 @@ class Payloads:
         self._assemblies.drop(session, p, seq)
 
     def prune(self, state: Admission) -> None:
-        """Drop parts of contributions that cannot be merged any more, and updates that no learner fetches any more."""
+        """Drop parts of contributions that can no longer be merged, and updates that no learner fetches."""
         self._assemblies.prune(state)
         for session, given in self._given.copy().items():
             if time.monotonic() - given.asked_s > GIVING_S:

@@ -62,7 +62,7 @@ WARN_S = 30.0
 def serve(options: SyncerOptions) -> int:
     """Serve a run until it is over, or until SIGTERM or SIGINT; return the exit code."""
     code = _serve_to_the_end(options)
-    let_threads_become_idle()  # threads of calls that end during the shutdown of the interpreter can crash it
+    let_threads_become_idle()  # threads of calls can crash the interpreter if they end during its shutdown
     return code
 
 
@@ -88,7 +88,7 @@ def _serve_to_the_end(options: SyncerOptions) -> int:
         if primary is None:
             return 0
         options = replace(options, listen=opened.front.listens_on)
-        del opened  # its anchors are as large as those of the standby
+        del opened  # another copy of the anchors would need as much memory again
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
         log.info("%s has already taken over its run, and serves it", run_dir)
         return None
     if (run_dir / "syncer" / "log").exists():
-        differs_after(run_dir, 0)  # it was a primary; what it has may differ
+        differs_after(run_dir, 0)  # it was a primary, so its records may differ
     return given
 
 
@@ -159,7 +159,7 @@ def _opened(options: SyncerOptions) -> _Opened:
 
 
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
-    """Be a standby; return the service of a run that this process has taken over, None at the end."""
+    """Act as a standby; return the service of a run that this process has taken over, None at the end."""
     with contextlib.ExitStack() as undo:
         source, door = Source(primary), RestoringHandler()
         undo.callback(source.close)

@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 MAX_WAITING = 10_000
-SHARD_S = 30.0  # a shard that does not answer must not hold up the end for longer
+SHARD_S = 30.0  # a shard that does not answer must not delay the end for a longer time
 MAX_SESSION_CHARS = 100
 
 
@@ -241,7 +241,7 @@ class SyncerService:
         return summary
 
     def abandon(self) -> None:
-        """Stop without a trace: another syncer serves the run now."""
+        """Stop without writing anything, because another syncer serves the run now."""
         self._end_threads()
         self._durable.close()
 
@@ -432,7 +432,7 @@ class SyncerService:
             self._snapshot_if_quiet()
 
     def _attachment(self, part: tuple[int, int]) -> Attach:
-        """Return what a shard must know, when learners may have all decided versions. A thread of the shard.
+        """Return a shard's `Attach` request, when learners may have all decided versions. A thread of the shard.
 
         Raises:
             ShardError: another syncer serves the run, or this one has stopped.

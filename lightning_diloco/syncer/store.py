@@ -53,7 +53,7 @@ class SyncerStore:
     Attributes:
         past: history of the run before this process; set by `restore`.
         fleets: learners in the run now, and learners before the last record that may have changed them. Set by
-            `restore`. A standby may lack this last record, but no earlier one that changed the fleet.
+            `restore`. A standby may lack this last record, but no earlier record that changed the fleet.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SyncerStore:
     def take_over(
         self, state: SyncerState, followed: SyncerState, store: AnchorStore, now_s: float
     ) -> AnchorStore | None:
-        """Do what `restore` does, with what `follow` has applied to another machine and to these anchors."""
+        """Do the same as `restore`, with the records that `follow` has applied to another machine and these anchors."""
         state.restore(followed.saved(), now_s)
         self._remember(state, now_s, time.time())
         return self._resumed(state, store, now_s)

@@ -180,7 +180,7 @@ def _peer_of(number: int, port: int) -> Peer | None:
 def _looked_at(
     peer: Peer, heard_s: float, counted: int | None, here: Mapping[Peer, int], now_s: float
 ) -> tuple[Peer, float, int | None]:
-    """Return an upload with the time of its last data, as far as the bytes of its connection tell."""
+    """Return an upload with the time of its last data, according to the bytes of its connection."""
     received = _num_received(here.get(peer))
     if counted is None:
         return peer, heard_s, received
@@ -188,7 +188,7 @@ def _looked_at(
 
 
 def _num_received(number: int | None) -> int:
-    """Return the bytes that a connection has received; 0 if the system does not tell."""
+    """Return the bytes that a connection has received; 0 if the system does not report them."""
     if number is None or sys.platform != "linux":
         return 0
     with _borrowed(number) as line, suppress(OSError):
@@ -202,7 +202,7 @@ def _end(number: int | None, peer: Peer) -> None:
     """Shut down a connection, if the descriptor still belongs to it."""
     if number is None:
         return
-    with _borrowed(number) as line, suppress(OSError):  # it may end by itself
+    with _borrowed(number) as line, suppress(OSError):  # it may have ended by itself
         if line is not None and _far_end(line) == peer:
             line.shutdown(socket.SHUT_RDWR)
 

@@ -18,7 +18,7 @@ class DDPDiLoCo(RanksHooks, DDPStrategy):
         devices, num_nodes = (
             self.__dict__.pop("parallel_devices"),
             self.__dict__.pop("num_nodes"),
-        )  # the final class has properties of these names
+        )  # the final class has properties with these names
         DDPStrategy.__init__(
             self,
             accelerator=self._accelerator,

@@ -3,8 +3,8 @@
 1. The processes start as with Lightning's launchers, after the learner's paths are separated (trainer/paths.py).
 2. A rank that fails reports its error and ends with exit code 1. The other ranks lose their connection to it while they
    compute. They also end with exit code 1, and report that another rank has ended.
-3. The process that started the others also ends with code 1 if one of them has failed and this process cannot notice
-   it, because it waits for something else.
+3. If a rank fails, the process that started the ranks also ends with code 1, even if it waits for something else and
+   cannot notice the failure.
 4. If there is nothing to do because the run is over, all processes end with code 0.
 5. If the run was left before all work was merged, rank 0, or the process that started all ranks, ends with code 1.
 """
@@ -101,7 +101,7 @@ def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: An
     """Call the function and handle its exception in this rank; Lightning handles it in the launching process only."""
     try:
         found = _explained(function, *args, **kwargs)
-        # The launching process fails then. With another exit code than 0, this one would make it raise.
+        # The launching process fails by itself then. A nonzero exit code of this process would make it raise an error.
         return found if (reason := take_back_failure()) is None else _WORK_WAS_LOST + reason
     except BaseException as error:
         if trainer is not None:

@@ -63,7 +63,7 @@ class RanksHooks(DiLoCoHooks):
     """Mixin: put it before one of Lightning's strategies with several processes."""
 
     _together: StoppingTogether | None = None
-    _ranks_ahead: Ranks | None = None  # set from the first question to the syncer until the link owns it
+    _ranks_ahead: Ranks | None = None  # set from the first request to the syncer until the link owns it
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class RanksHooks(DiLoCoHooks):
         return part + parts * within["rank"], parts * within["num_replicas"]
 
     def barrier(self, name: str | None = None) -> None:
-        """See `DiLoCoHooks.barrier`. Also keep Lightning from splitting training data that is split here."""
+        """See `DiLoCoHooks.barrier`. Also prevent Lightning from splitting training data that is split here."""
         super().barrier(name)
         if self._splits_here:
             self._use_distributed_sampler = self._connector.use_distributed_sampler
@@ -244,7 +244,7 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def _may_change_data(self) -> bool:
-        """See `LeasesData._may_change_data`. This is the user's value, also while `barrier` keeps Lightning from it."""
+        """See `LeasesData._may_change_data`. This is the user's value, also while `barrier` overrides it."""
         return bool(getattr(self, "_use_distributed_sampler", super()._may_change_data))
 
     @property
@@ -324,7 +324,7 @@ class RanksHooks(DiLoCoHooks):
     def _heed_sigterm_together(self) -> None:
         """Replace Lightning's handler of SIGTERM by ours, which notes the signal.
 
-        In Lightning's handler, the ranks wait for each other in the middle of a computation, and hang.
+        In Lightning's handler, the ranks would wait for each other during a computation, and hang.
         """
         handlers = signal.getsignal(signal.SIGTERM)
         if isinstance(handlers, _HandlersCompose):

@@ -119,7 +119,7 @@ def _set_launch_env(num_processes: int, num_nodes: int) -> None:
 
 
 def _check_launch_env() -> None:
-    """Check that whoever has started this rank has set what it needs.
+    """Check that the launcher of this rank has set the variables that it needs.
 
     Raises:
         ConfigError: variables are missing.
@@ -133,7 +133,7 @@ def _check_launch_env() -> None:
 
 
 def _code_of(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for the ranks, and return the code of the first that fails, or 0; the others have PATIENCE_S to end, too."""
+    """Wait for the ranks; return 0, or the code of the first that fails. The others then have PATIENCE_S to end."""
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
             return 0

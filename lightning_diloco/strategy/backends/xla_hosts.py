@@ -11,9 +11,9 @@
    begins a run from one begins with the anchor.
 
 This has not run on several hosts yet, because PJRT's CPU device supports one process only. The tests use two processes
-that both compute the whole mesh and look at their own devices only. They show which process launches which graph, in
-which order, and which process holds which values. Not tested are collectives between hosts, how TPU hosts find each
-other, and torchmetrics, which may need `sync_on_compute=False`.
+that both compute the whole mesh and read only their own devices. They show which process launches which graph, in which
+order, and which process holds which values. Not tested are collectives between hosts, how TPU hosts find each other,
+and torchmetrics, which may need `sync_on_compute=False`.
 
 Source: our choice; torch_xla's rules for SPMD on several hosts.
 """
@@ -118,7 +118,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return True
 
     def _make_link(self) -> Link:
-        self._learner = replace(self._learner, checkpoint_every=0)  # only Lightning's checkpoints, rule 4
+        self._learner = replace(self._learner, checkpoint_every=0)  # only Lightning's checkpoints (rule 4)
         return super()._make_link()
 
     def _kind_of_device(self) -> type[HostsDevice]:

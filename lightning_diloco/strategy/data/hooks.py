@@ -95,7 +95,7 @@ class SplitsData(LeasesData):
         super().teardown()
 
     def _train_loaders_come(self) -> None:
-        """Prepare for the training loaders, which are processed next."""
+        """Prepare for the training loaders, which Lightning processes next."""
         self._generators: list[torch.Generator | None] = []
         if self._joined is None:
             self._ask_parts()

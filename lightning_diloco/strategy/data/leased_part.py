@@ -4,8 +4,8 @@
    leases to arrive in time. In each epoch of the data, all learners draw the same order. Ranges of it are leased.
 2. An epoch of the loader is as long as a fixed part. A fast learner reads more ranges than a slow one. Others read the
    ranges of a learner that leaves.
-3. It is decided at the first iteration whether a loader is leased, because Lightning processes several loaders one
-   after another. If there are several, samples that have the same place in each may belong together, so all of them are
+3. Whether a loader is leased is decided at the first iteration, because Lightning processes several loaders one after
+   another. If there are several, samples that have the same place in each may belong together, so all of them are
    split.
 
 Source: our choice.

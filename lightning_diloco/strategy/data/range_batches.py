@@ -197,7 +197,7 @@ class RangeBatches:
         self._reader.request(self._unleased.next(), is_leased=False)
 
     def _awaited(self) -> Lease | None:
-        """Wait for one more lease; in any case at the start, as the first batch may need more than the first leases."""
+        """Wait for one more lease; at the start always, because the first batch may need more than the first leases."""
         if not self._is_starting:
             return self._desk.answer(ANSWER_S)
         now_s = time.monotonic()
@@ -248,7 +248,7 @@ class RangeLoader:
             self._batches.trained(divided(self._handed.popleft()[1], tokens))
 
     def tried(self) -> None:
-        """Put the oldest batch that was handed out back, because it is part of a trial that will be undone."""
+        """Put back the oldest batch that was handed out, because it belongs to a trial that will be undone."""
         if self._handed:
             self._waiting.append(self._handed.popleft())
 

@@ -1,4 +1,4 @@
-"""What callbacks and the module keep by `on_save_checkpoint`, such as the average of WeightAveraging.
+"""State that callbacks and the module store by `on_save_checkpoint`, such as the average of WeightAveraging.
 
 1. Each hook gets a checkpoint of its own, with the main entries of Lightning's. The entries that it adds or replaces
    are kept, and given back by `on_load_checkpoint`. The others are not stored a second time.
@@ -27,7 +27,7 @@ _SAVE, _LOAD, _MODEL = "on_save_checkpoint", "on_load_checkpoint", "state_dict"
 
 
 def owners(trainer: pl.Trainer) -> dict[str, Callback | pl.LightningModule]:
-    """Return the callbacks and the module that override both hooks, by name; what only saves cannot be restored."""
+    """Return the callbacks and the module that override both hooks, by name; both are needed for a restore."""
     module = trainer.lightning_module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found: dict[str, Callback | pl.LightningModule] = {}
@@ -50,7 +50,7 @@ def take(trainer: pl.Trainer, state: State, warned: set[str]) -> tuple[State, li
         warned: names of hooks that cannot be called; new ones are added.
 
     Returns:
-        What is kept of each hook, by its name, as live tensors; and one sentence for each name added to `warned`.
+        The entries of each hook, by its name, as live tensors; and one sentence for each name added to `warned`.
     """
     kept: State = {}
     sentences = []

@@ -1,7 +1,7 @@
 """Optimizers that keep copies of parameters: schedule-free ones, Lookahead, float32 masters of bf16 parameters.
 
 Such an optimizer computes its next step from its copy. If only the parameter moved when an anchor lands, the next step
-would move it back. So the copies make the same movement (`DenseFragments.copies_of`).
+would move it back. So the copies move in the same way (`DenseFragments.copies_of`).
 
 1. A copy is a tensor of an optimizer's state that has its parameter's shape and points in the parameter's direction;
    moments and sums of squares do not. A sample of every parameter of an optimizer is compared, and the tensors under
@@ -69,7 +69,7 @@ class ParameterCopies:
         return list({copy.data_ptr(): copy for copy in found if copy.data_ptr() != own}.values())
 
     def look(self, optimizers: Iterable[Optimizer]) -> None:
-        """Find the copies in the states of these optimizers; this costs next to nothing once they are known.
+        """Find the copies in the states of these optimizers; this is very cheap once they are known.
 
         Raises:
             ConfigError: there are copies, and the device cannot move them.

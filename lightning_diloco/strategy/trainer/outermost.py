@@ -1,4 +1,4 @@
-"""What must come before the hooks of all callbacks; Lightning calls the strategy's hooks last.
+"""Work that must come before the hooks of all callbacks, because Lightning calls the strategy's hooks last.
 
 Callbacks and modules replace parameters with other weights, such as averages: for a validation, or for good when
 training ends. They must find the anchor, and the weights that they set must be neither sent nor overwritten.

@@ -3,7 +3,8 @@
 The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set, else the Trainer's default_root_dir.
 
 1. Paths are changed before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers. The
-   learner's id must be known by then (strategy/identity.py). Without an id, nothing is changed: there is one learner.
+   learner's id must be known by then (strategy/identity.py). Without an id, nothing is changed, because there is only
+   one learner.
 2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory, directories
    below the working directory move below the learner's own directory, with the same relative path.
 3. Paths in the learner's directory stay as they are: a launcher may start the process with

@@ -2,7 +2,7 @@
 
 1. Lightning's handler notes the signal and calls our launcher. Lightning raises `SIGTERMException` at the end of the
    present batch. A guard thread ends the process when the grace period is over, even if another thread hangs. Before
-   the first step there is nothing to save. A process that still waits for a syncer, or compiles the first batch, ends
+   the first step, there is nothing to save. A process that still waits for a syncer, or compiles the first batch, ends
    after UNTRAINED_S.
 2. Leaving the run, sending the last contributions and writing the checkpoint share the grace period, less RESERVE_S for
    the rest of the exit. If the signal comes at the end of training, while a learner waits for its last contributions,

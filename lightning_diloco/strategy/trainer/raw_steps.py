@@ -40,7 +40,7 @@ class RawSteps:
         self.is_known = False
 
     def batch_begins(self) -> None:
-        """Reset: no step is in progress."""
+        """Reset the state, because no step is in progress between batches."""
         self._stepping, self.is_known = None, False
 
     def close(self) -> None:

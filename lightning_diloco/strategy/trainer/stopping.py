@@ -4,10 +4,10 @@
    of all learners. Lightning's EarlyStopping at the end of an epoch, its default, also stops the run if the anchor's
    validation has logged the metric that it monitors. Anything else that stops a learner stops only that learner.
 2. A learner that sees `max_fleet_tokens` reached stops the run.
-3. The other learners hear of it within a second or two. They stop as Lightning stops early (after `min_steps`, with a
+3. The other learners receive this within a second or two. They stop as Lightning stops early (after `min_steps`, with a
    last validation), drain and leave, as at the end of any run.
-4. All ranks of a learner stop at the same step. A rank that wants to stop says so when the step begins, so that no rank
-   waits (`strategy/backends/ranks.py`).
+4. All ranks of a learner stop at the same step. A rank that wants to stop announces it when the step begins, so that no
+   rank waits (`strategy/backends/ranks.py`).
 5. If `trainer.should_stop` is set on all ranks after the same batch, they stop there, as with Lightning's strategies.
    If it is set on some ranks only (by a clock, for example), Lightning's strategies hang or fail. Here, all ranks stop
    after the next batch. In a validation and at the end of an epoch, ranks wait for each other anyway, and agree at
@@ -62,7 +62,7 @@ class Stopping:
         self.reason: str | None = None
 
     def heed(self, link: Link) -> None:
-        """Stop after a step if the run is over or its tokens are used up; several ranks agree first (rule 4)."""
+        """Stop after a step if the run is over or its token budget is used up; several ranks agree first (rule 4)."""
         if self._trainer.world_size == 1 and (why := self.verdict(link)) is not None:
             self.stop(why)
 

@@ -123,11 +123,11 @@ class FrozenLater:
                 "contributions of learners that have not frozen them. To keep a layer as it is, freeze it before `fit`",
                 _listed(list(names)),
             )
-            self._trained = {}  # said once
+            self._trained = {}  # warned once
         self._frozen, self._has_stepped = _still_frozen(self._trained), False
 
     def step_begins(self) -> None:
-        """Look at what is frozen in an optimizer's step."""
+        """Record which parameters are frozen in an optimizer's step."""
         self._frozen, self._has_stepped = _still_frozen(self._frozen), True
 
 

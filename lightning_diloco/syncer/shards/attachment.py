@@ -1,4 +1,4 @@
-"""What the syncer's state machine tells a shard."""
+"""The information that the syncer's state machine gives to a shard."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lightning_diloco.syncer.shards.requests import Admitted, Attach, Position
 
 
 def admitted(state: SyncerState) -> Admitted:
-    """Return who may upload."""
+    """Return the sessions that may upload."""
     members = state.roster.in_state("joining", "confirmed", "active")
     return Admitted(tuple(member.session for member in members), state.seed_grant)
 
 
 def attachment(state: SyncerState, part: tuple[int, int]) -> Attach:
-    """Return what a shard must know, without a nonce.
+    """Return the `Attach` request of a shard, without a nonce.
 
     Args:
         state: the state machine, which no other thread changes meanwhile.

@@ -31,7 +31,7 @@ def is_copied(directory: Path) -> bool:
 
 
 def no_copy_any_more(directory: Path) -> None:
-    """Note, durably, that the log in DIR goes its own way from now on."""
+    """Record, durably, that the log in DIR is independent from now on."""
     if is_copied(directory):
         with storage("remove", directory / replacement.COPIED):
             (directory / replacement.COPIED).unlink()

@@ -1,6 +1,6 @@
-"""Shards on other machines: how they find their syncer, and how it finds them.
+"""Shards on other machines: how a shard and its syncer find each other.
 
-1. A shard is given RUN_DIR/standby of the syncer, which has the address and the key of the run. It fetches the run's
+1. A shard gets RUN_DIR/standby of the syncer, which has the address and the key of the run. It fetches the run's
    certificate, and then reports where it listens until the syncer has attached.
 2. It reports again whenever no syncer is attached. So either of them may be restarted, and a shard may move to another
    address with its directory.

@@ -30,14 +30,14 @@ class OtherShards:
     def prepare(
         self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: RestoringHandler
     ) -> None:
-        """Prepare to start the processes, or to hear of those of the user.
+        """Prepare to start the processes, or to receive reports of those that the user starts.
 
         Args:
             options: options of the syncer.
             num_shards: number of shards, including the syncer.
             front: its server.
             identity: certificate of the run.
-            door: hears where shards on other machines listen.
+            door: receives the addresses of shards on other machines.
         """
         key = Invitation.of(front.address, identity).key
         if options.shards_elsewhere:

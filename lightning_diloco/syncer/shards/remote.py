@@ -1,9 +1,9 @@
-"""A shard in another process, as its syncer sees it.
+"""A shard in another process, from the view of its syncer.
 
 1. A thread attaches to the shard and polls for its events. If a call fails, it attaches again, as soon as the shard can
    be reached. The state machine then gets `PayloadsLost`, and the learners upload again.
-2. The syncer's word on who may upload and what to drop goes out in order, in a second thread. The words are not needed
-   while the shard is detached, because `Attach` says everything.
+2. A second thread sends the syncer's admissions and drops in order. They are not needed while the shard is detached,
+   because `Attach` has everything.
 3. Between `prepare` and `decided`, the thread does not attach. Otherwise the shard would drop a version that the run's
    log is about to get.
 4. A drop of a payload that a merge needs waits until the shard has measured it.
@@ -48,7 +48,7 @@ class RemoteShard:
 
     Args:
         part: (shard, number of shards).
-        address: returns `host:port` for learners; without a host, it is the syncer's.
+        address: returns `host:port` for learners; without a host, the host is the syncer's.
         connect: makes a connection.
         key: key of the shard.
 
@@ -99,11 +99,11 @@ class RemoteShard:
 
     @property
     def place(self) -> str:
-        """See `address`; where the shard listens also before it is attached, as far as it is known."""
+        """See `address`; before the shard is attached, the address at which it listens, if known."""
         return self.address or self._find_address()
 
     def status(self) -> Json:
-        """Return what the status of the run says about this shard."""
+        """Return the part of the run's status about this shard."""
         away_s = None if self.is_attached else time.monotonic() - self._away_since_s
         counted = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
         return {"shard": self.part[0], "pid": self.pid, "away_s": away_s, **counted}
@@ -112,7 +112,7 @@ class RemoteShard:
         """Start to attach.
 
         Args:
-            attach: returns what to tell the shard, without its nonce; called in a thread.
+            attach: returns the `Attach` request without its nonce; called in a thread.
             hear: called with events for the state machine.
         """
         self._say, self._hear = attach, hear
@@ -122,7 +122,7 @@ class RemoteShard:
             thread.start()
 
     def stop(self, *, is_over: bool, until_s: float) -> None:
-        """End the threads. A call that the shard does not answer is left alone.
+        """End the threads. A call that the shard does not answer is abandoned.
 
         Args:
             is_over: the run has finished, so the shard ends, too.
@@ -176,7 +176,7 @@ class RemoteShard:
                 self._in_use.clear()
                 self._later.clear()
             self._attached.set()
-        # The loop thread may have said something newer meanwhile.
+        # The loop thread may have sent a newer message meanwhile.
         if self._admitted is not None:
             self._commands.put(ask.Admit(self._admitted))
         if self._generation is not None:
@@ -213,7 +213,7 @@ class RemoteShard:
         figures = self._call(ask.Figures(), CALL_S).header
         self.pid, now = figures["pid"], (figures["bytes_up"], figures["bytes_down"])
         if self._counted is not None:
-            is_new = any(a < b for a, b in zip(now, self._counted, strict=True))  # the process was started again
+            is_new = any(a < b for a, b in zip(now, self._counted, strict=True))  # the process was restarted
             up, down = (0, 0) if is_new else self._counted
             self.bytes_up += now[0] - up
             self.bytes_down += now[1] - down
@@ -228,7 +228,7 @@ class RemoteShard:
             try:
                 self._call(request, CALL_S)
             except ShardError:
-                pass  # said when it attaches again
+                pass  # sent when it attaches again
             except DiLoCoError as error:
                 log.error("%s: %s", self.name, error)
                 self.reattach()
@@ -256,13 +256,13 @@ class RemoteShard:
         return self._connection.get(ask.header(self.key, request, self._nonce), deadline_s=deadline_s)
 
     def reattach(self) -> None:
-        """Make the thread attach again, because the shard may have what the run does not have."""
+        """Make the thread attach again, because the shard may have a version that the run does not have."""
         if self.is_attached:
             self._away_since_s = time.monotonic()
             self._attached.clear()
 
     def admit(self, admitted: ask.Admitted) -> None:
-        """Say who may upload, if it has changed. Loop thread."""
+        """Send the sessions that may upload, if they have changed. Loop thread."""
         if admitted != self._admitted:
             self._admitted = admitted
             self._commands.put(ask.Admit(admitted))
@@ -294,7 +294,7 @@ class RemoteShard:
         try:
             found = self._call(ask.Measure(action.fragment, wanted))
         finally:
-            self._release(action.fragment)  # the shard keeps what it has measured
+            self._release(action.fragment)  # the shard keeps the measured contributions
         return Measured(tensor_of(found.payload, torch.float64).reshape(found.header["shape"]))
 
     def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:

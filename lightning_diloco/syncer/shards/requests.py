@@ -1,4 +1,4 @@
-"""What the syncer asks of a shard, and a shard on another machine of its syncer.
+"""The requests of a syncer to a shard, and of a shard on another machine to its syncer.
 
 A request is in the header of a download: {"what": SHARD, "key", "nonce", "request"}. The key is that of a standby. The
 nonce is that of the last `Attach`; a shard refuses the requests of a syncer that is not attached any more.
@@ -137,7 +137,7 @@ class Merged(Value, frozen=True):
 
 
 class Recording(Value, frozen=True):
-    """What is stored with the payloads of a merge, for a replay; see `contribution_archive.Recorded`."""
+    """Data that is stored with the payloads of a merge, for a replay; see `contribution_archive.Recorded`."""
 
     record: Json
     sessions: tuple[Text, ...]

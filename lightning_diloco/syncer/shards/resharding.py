@@ -1,4 +1,4 @@
-"""The number of shards of a run, which may be another one at each start: the fragments are then dealt anew.
+"""The number of shards of a run, which may change at each start. The fragments are then resharded.
 
 The files of the new shards are written beside the old ones, and replace them when they are complete
 (`replacement.py`). The new logs are empty, so a replay starts here. The anchors of the whole run must fit in memory.
@@ -28,14 +28,14 @@ MAX_SHARDS = 64
 
 
 def settle_num_shards(run_dir: Path, given: int | None) -> int:
-    """Return the number of shards of a run that is about to be served; give a known run another one if asked to.
+    """Return the number of shards of a run that is about to be served; reshard a known run on request.
 
     Args:
         run_dir: RUN_DIR.
         given: number that the user asks for; None: that of the run, 1 for a new run.
 
     Raises:
-        ConfigError: the number is out of range, or does not fit to the run.
+        ConfigError: the number is out of range, or does not fit the run.
         StorageError, CorruptLogError: see `deal_anew`.
     """
     if given is not None and not 1 <= given <= MAX_SHARDS:
@@ -80,7 +80,7 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
         copy = replacement.begin(run_dir)
         make_directory(copy / "shards")
         if whole is None or state.manifest is None:
-            make_directory(copy / "snapshot")  # start values without a log record come again
+            make_directory(copy / "snapshot")  # start values without a log record are sent again
         else:
             for k in range(num_shards):
                 numbers, tensors = whole.freeze(fragments_of((k, num_shards), len(whole.mine)))

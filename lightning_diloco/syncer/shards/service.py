@@ -1,10 +1,10 @@
-"""The service of a shard's process: learners exchange its fragments, and the syncer tells it what to do.
+"""The service of a shard's process: learners exchange its fragments, and the syncer controls it.
 
 1. Before a syncer attaches, and after each `Attach`, the shard has no payloads. Learners upload them again.
 2. The arrival of a payload is an event for the syncer, which polls for it with the nonce of its `Attach`.
-3. Uploads are kept only for sessions that the syncer admits. An upload that is a moment ahead of the syncer's word
-   waits for up to ADMIT_S.
-4. One computation runs at a time. `Attach` waits for it, so nothing that an earlier syncer has asked for comes late.
+3. Uploads are kept only for sessions that the syncer admits. An upload that arrives before the syncer's admission waits
+   for up to ADMIT_S.
+4. One computation runs at a time. `Attach` waits for it, so no computation for an earlier syncer ends later.
 5. The shard of a standby is not attached. It follows the primary's shard with the same number (`copying.py`), until the
    standby takes over and attaches.
 """
@@ -187,7 +187,7 @@ class ShardService:
         return self._desk.give(session, header, self._own.anchors, is_known=is_known, proof=proof)
 
     def on_status(self) -> Json:
-        """Return what `diloco doctor` compares, and what a user may want to know of a shard."""
+        """Return the values that `diloco doctor` compares, and a shard's figures for users."""
         return {"protocol": PROTOCOL_VERSION, "shard": self.part[0], "num_shards": self.part[1], **self._figures()}
 
     # ------------------------------------------------------------------------------------------------------ admission
@@ -198,7 +198,7 @@ class ShardService:
         return RunConfig() if self._own.anchors is None else self._own.store.config
 
     def may_merge(self, session: str, ready: messages.Ready) -> bool:
-        """See `Admission`. The syncer drops what it has decided already."""
+        """See `Admission`. The syncer drops contributions that it has already decided."""
         return session in self._admitted.sessions
 
     def _await(self, condition: Callable[[], bool]) -> None:
@@ -221,7 +221,7 @@ class ShardService:
     # ------------------------------------------------------------------------------------------- called by the syncer
 
     def _attachment(self, nonce: str | None = None) -> ask.Attach:
-        """Return what the attached syncer has said; refuse calls of another one."""
+        """Return the attached syncer's `Attach`; refuse calls of another syncer."""
         if self._is_stopping:
             raise TransportError(f"shard {self.part[0]} is stopping; nothing of the call was used; try again")
         attached = self._attached
@@ -266,7 +266,7 @@ class ShardService:
             )
 
     def _detach(self) -> None:
-        """Forget what the attached syncer has said. Needs `_working`."""
+        """Drop the state of the attached syncer. Needs `_working`."""
         self._attached = None
         self._measured.clear()
         self._prepared.clear()

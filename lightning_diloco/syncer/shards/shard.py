@@ -1,4 +1,4 @@
-"""What the merge thread needs of a shard, and the shard in this process.
+"""The interface of a shard for the merge thread, and the shard in this process.
 
 A round of a fragment goes through `job`, `measure`, `merge`, `prepare` and `install`, in this order.
 """

@@ -1,8 +1,8 @@
 """Holds decisions back until the standby has all records before them.
 
 1. A message waits for the last record that the loop thread wrote before it, a commit for its own record. Messages leave
-   in the order in which they came, and so do commits. A message does not wait for a commit, which may be long, unless
-   the loop thread has written a record behind it.
+   in the order in which they came, and so do commits. A commit may be large. A message does not wait for it, unless the
+   loop thread has written a record behind it.
 2. Without a standby, messages are sent at once.
 3. At most MAX_HELD messages wait. Then the loop thread waits, too.
 
@@ -99,9 +99,9 @@ class Announcer:
             self._num_sent += 1
 
     def end_commits(self) -> None:
-        """End `run_commits` after what waits now."""
+        """End `run_commits` after the commits that wait now."""
         self._commits.put(None)
 
     def end_messages(self) -> None:
-        """End `run_messages` after what waits now."""
+        """End `run_messages` after the messages that wait now."""
         self._messages.put(None)

@@ -107,7 +107,7 @@ class _Fetch:
         """Return the next records; none if there is none within LOOK_S.
 
         Raises:
-            TransportError, CorruptLogError: what ended the thread.
+            TransportError, CorruptLogError: the error that ended the thread.
         """
         try:
             found = self._found.get(timeout=LOOK_S)
@@ -120,7 +120,7 @@ class _Fetch:
     def end(self, within_s: float) -> None:
         """End the thread after its present call, and wait for it.
 
-        A call that returns while the interpreter shuts down would crash the process.
+        If a call returned during the shutdown of the interpreter, it would crash the process.
         """
         self._ended.set()
         self._thread.join(within_s)
@@ -306,7 +306,7 @@ class Follower:
         return not roster.live() and len(finished) >= self._expect
 
     def _say(self, error: RemoteError) -> None:
-        """Log now and then why this standby does not follow."""
+        """Log from time to time why this standby does not follow."""
         now_s = time.monotonic()
         if isinstance(error, RestoringError) or now_s - self._said_s < SAY_EVERY_S:
             return

@@ -1,4 +1,4 @@
-"""What a standby needs to follow a primary: the join string, and a key that learners do not have.
+"""The data that a standby needs to follow a primary: the join string, and a key that learners do not have.
 
     RUN_DIR/standby        diloco://host:port/run#token,sha256,key
 

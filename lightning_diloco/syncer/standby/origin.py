@@ -1,4 +1,4 @@
-"""Gives the newest snapshot and the log of a directory to a standby, for a primary and for each of its shards."""
+"""Sends the newest snapshot and the log of a directory to a standby; used by a primary and each of its shards."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Asked = AskListing | AskFile | AskLog
 
 
 class Origin:
-    """What a standby copies; its methods may be called from several threads.
+    """The files that a standby copies; its methods may be called from several threads.
 
     Args:
-        root: files are named relative to this directory, and no others are given.
+        root: files are named relative to this directory, and no other files are sent.
         snapshots: directory of the snapshots, in `root`.
-        redo_log: the log; only durable records are given.
+        redo_log: the log; only durable records are sent.
     """
 
     def __init__(self, root: Path, snapshots: Path, redo_log: RedoLog) -> None:
@@ -41,12 +41,12 @@ class Origin:
         self._given: dict[type[Asked], tuple[str, memoryview]] = {}
 
     def wake(self) -> None:
-        """Give new records at once to a standby that waits for them."""
+        """Send new records at once to a standby that waits for them."""
         with self._has_records:
             self._has_records.notify_all()
 
     def give(self, request: Asked, header: Json) -> Bulk:
-        """Return a portion of what a standby asks for.
+        """Return a portion of the requested data.
 
         Args:
             request: the request.
@@ -67,7 +67,7 @@ class Origin:
         return Bulk({"at": start, "of": payload.nbytes}, payload[start:stop])
 
     def close(self) -> None:
-        """Close the log, and drop what was given."""
+        """Close the log, and drop prepared answers."""
         with self._giving:
             self._forget()
 
@@ -93,7 +93,7 @@ class Origin:
         if not path.is_relative_to(self._root.resolve()) or not path.is_file():
             raise CorruptLogError(f"{name!r} is not, or no longer, a file of this run; begin the copy again")
         with path.open("rb") as file:
-            if not path.is_relative_to(self._snapshots.resolve()):  # it may be shortened, as the tape after an error
+            if not path.is_relative_to(self._snapshots.resolve()):  # it may become shorter, like a tape
                 file.seek(start)
                 return memoryview(file.read())
             size = path.stat().st_size
@@ -114,7 +114,7 @@ class Origin:
         return memoryview(self._cursor.take(BATCH_BYTES))
 
     def _forget(self) -> None:
-        """Close the log, and drop what was given. Needs `_giving`."""
+        """Close the log, and drop prepared answers. Needs `_giving`."""
         cursor, self._cursor = self._cursor, None
         self._given.clear()
         if cursor is not None:

@@ -1,7 +1,7 @@
 """The reign of a run: how often a standby has taken over. The syncer with the higher reign serves the run.
 
 RUN_DIR/syncer/reign holds the reign of the syncer whose history the directory has. A standby that takes over begins the
-next one. So a former primary that comes back knows who is newer, also after takeovers back and forth.
+next one. So a former primary that returns knows which syncer is newer, also after takeovers back and forth.
 RUN_DIR/syncer/reign_after holds the last record before this reign. A former primary may keep its records up to it.
 """
 

@@ -1,6 +1,6 @@
-"""The standby as the primary sees it: serves it the run's files and log, and waits until it has a record.
+"""The primary's view of its standby: sends it the run's files and log, and waits until it has a record.
 
-1. The standby asks, because only it dials. It asks for records of the log, and reports which it has on disk.
+1. Only the standby opens connections. It requests records of the log, and reports the records on its disk.
 2. A standby that has caught up is *registered*, durably. From then on a decision is announced only when the standby has
    its record, or when the primary may continue alone (`protocol/syncer/succession.py`).
 3. There is one standby. Another one is refused until the registered one has been given up.
@@ -49,7 +49,7 @@ def has_standby(run_dir: Path) -> bool:
 
 
 class Replica:
-    """What a primary knows of its standby; its methods may be called from several threads.
+    """The primary's state of its standby; its methods may be called from several threads.
 
     Args:
         run_dir: RUN_DIR.
@@ -133,12 +133,12 @@ class Replica:
         self._origin.wake()
 
     def fleet_changes_to(self, learners: Collection[str], changed: Collection[str]) -> None:
-        """Note who takes part after an event whose records are not written yet, and whom these records name."""
+        """Record the fleet after an event whose records are not written yet, and the sessions that they name."""
         with self._changed:
             self._fleets = self._fleets.or_(learners, changed)
 
     def fleet_is(self, learners: Collection[str]) -> None:
-        """Note who takes part, when the standby has all records that decide it."""
+        """Record the fleet, when the standby has all records that determine it."""
         with self._changed:
             self._fleets = Fleets.only(learners)
 
@@ -218,7 +218,7 @@ class Replica:
         return self._origin.give(request, header)
 
     def _have(self, request: HaveLog) -> Json:
-        """Take note of the records that the standby has, and register it when it has all."""
+        """Store the records that the standby has, and register it when it has all."""
         split_host_port(request.address)
         with self._changed:
             now_s, lsn, address = time.monotonic(), request.lsn, request.address
@@ -229,11 +229,11 @@ class Replica:
                 )
             self.is_followed = True
             if lsn > self._log.durable_lsn:
-                lsn = 0  # another history; it asks for records that are not there, and copies the run again
+                lsn = 0  # another history; it asks for missing records, and then copies the run again
             if lsn < self._acked_lsn:  # a new copy
                 self._counts_from_lsn = self._log.durable_lsn
             has_all = lsn == self._log.durable_lsn
-            is_in_step = has_all or lsn > self._acked_lsn  # a standby that does not get on counts as silent
+            is_in_step = has_all or lsn > self._acked_lsn  # a standby without progress counts as silent
             if is_in_step:
                 self._rule.heard_standby(now_s)
             self._acked_lsn = lsn
@@ -248,7 +248,7 @@ class Replica:
             return {"counts": counts, "is_over": self._was_told, "reign": self._reign, "shards": shards}
 
     def _succeed(self, request: TookOver) -> None:
-        """Take note of a takeover, unless this syncer has taken over later."""
+        """Process a takeover, unless this syncer has taken over later."""
         split_host_port(request.address)
         with self._changed:
             if request.reign > self._reign:

@@ -1,4 +1,4 @@
-"""What a standby asks its primary for.
+"""The requests of a standby to its primary.
 
 A request is in the header of a download: {"what": STANDBY, "key", "request"}.
 """

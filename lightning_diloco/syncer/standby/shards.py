@@ -1,10 +1,10 @@
 """The shards of a standby, which follow those of the primary, each from its own log (`shards/copying.py`).
 
-1. A thread per shard asks it again and again to copy what the primary's shard with the same number has.
+1. A thread per shard repeatedly asks it to copy from the primary's shard with the same number.
 2. The standby writes a decision to its own log only when the shard has the outer gradient on disk. So a takeover finds
-   all that its log needs.
-3. After a start, and after the loss of its files, a shard must first have all that the primary's shard has. Until then
-   the standby reports that it has no records.
+   everything that its log needs.
+3. After a start, and after the loss of its files, a shard must first have all records of the primary's shard. Until
+   then the standby reports that it has no records.
 
 Source: our choice.
 """
@@ -31,7 +31,7 @@ from lightning_diloco.transport.base import Json
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-SOON_S = 0.1  # for decisions that come soon
+SOON_S = 0.1  # for decisions that follow soon
 AGAIN_S, AGAIN_AT_MOST_S = 0.2, 30.0
 
 
@@ -62,7 +62,7 @@ class _Following:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Follow no more, until `open`."""
+        """Stop following until `open`."""
         with self._changed:
             self._is_open = self._has_all = False
 
@@ -86,7 +86,7 @@ class _Following:
 
     @property
     def has_all(self) -> bool:
-        """Whether the shard has had all that the primary's shard had, since it began to follow."""
+        """Whether the shard has had all records of the primary's shard since it began to follow."""
         return self._has_all
 
     def _run(self) -> None:
@@ -131,7 +131,7 @@ class _Following:
     def _answered(self, answer: Json, told: Sequence[ask.Decided], num_opened: int) -> None:
         lsn = answer["lsn"]
         with self._changed:
-            if lsn is None or lsn < self._lsn:  # it has lost its files, or copies the shard again
+            if lsn is None or lsn < self._lsn:  # it has lost its files, or is copying the shard again
                 self._has_all = False
             elif answer["has_all"] and num_opened == self._num_opened:
                 self._has_all = True
@@ -162,13 +162,13 @@ class StandbyShards:
                 each.open([fragment.version for fragment in state.rounds.fragments])
 
     def close(self) -> None:
-        """Follow no more, until `open`."""
+        """Stop following until `open`."""
         self._is_open = False
         for each in self._each:
             each.close()
 
     def end(self, *, is_over: bool) -> None:
-        """Follow no more, because the standby takes over or ends.
+        """Stop following, because the standby takes over or ends.
 
         Args:
             is_over: the run has finished, so the shards end as well.
@@ -177,7 +177,7 @@ class StandbyShards:
             each.end(is_over=is_over)
 
     def know(self, addresses: Sequence[str]) -> None:
-        """Take note where the primary's shards listen.
+        """Store the addresses of the primary's shards.
 
         Raises:
             ConfigError: the primary has another number of shards.

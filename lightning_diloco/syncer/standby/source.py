@@ -1,4 +1,4 @@
-"""The primary as its standby sees it: copies its files and log over the network.
+"""The standby's view of the primary: copies its files and log over the network.
 
 1. A copy replaces the files of the run when it is complete (`replacement.py`). So a standby that was the primary before
    keeps its own files until it has newer ones.
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 5.0
 BULK_S = 600.0
-LOG_S = 60.0  # for at most BATCH_BYTES, or a portion of one record
+LOG_S = 60.0  # time limit of a call for BATCH_BYTES, or for a portion of one record
 NOT_YET_S = 0.5
 IDENTITY = "syncer/identity.pem"
 
@@ -106,7 +106,7 @@ class Source:
 
 @contextlib.contextmanager
 def _of_the_primary() -> Iterator[None]:
-    """Convert an error of the primary's disk, which passes; only CorruptLogError tells that a copy must begin again."""
+    """Convert a temporary error of the primary's disk; only CorruptLogError means that a copy must begin again."""
     try:
         yield
     except CorruptLogError:
@@ -182,7 +182,7 @@ def cut_to_common(source: Source, run_dir: Path) -> bool:
     except CorruptLogError as error:  # this directory is damaged, or the primary has dropped its log
         log.warning("this directory cannot be continued, and the run is copied: %s", error)
         return False
-    write_whole(run_dir / TAPE, source.file(TAPE))  # its own has lines that the primary's does not have
+    write_whole(run_dir / TAPE, source.file(TAPE))  # its own tape has lines that the primary's tape lacks
     with storage("remove", outdated):
         outdated.unlink()
         sync_directory(outdated.parent)

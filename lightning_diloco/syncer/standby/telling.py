@@ -1,4 +1,4 @@
-"""A syncer that has taken over tells the former primary, again and again."""
+"""Reports a takeover to the former primary, repeatedly."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TELLING_S = 6.0
 
 
 class Telling:
-    """A thread that tells the former primary of a takeover, again and again.
+    """A thread that repeatedly reports a takeover to the former primary.
 
-    A former primary that was told may be killed before it has noted it, so only a standby of this run ends this. If the
-    other one has taken over since, it does not listen, and tells this syncer.
+    The former primary may be killed before it has stored the report, so the thread ends only when the other one is a
+    standby of this run. If the other one has taken over since, it ignores the report and sends its own.
 
     Args:
         former: the former primary.

@@ -13,7 +13,7 @@ from lightning_diloco.syncer.norm_guard import NormGuard
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
-CLOSED = "closed"  # event: the syncer was stopped or the run ended; the run is paused until the next line
+CLOSED = "closed"  # event when the syncer was stopped or the run ended; the run is paused until the next line
 _OF_LIVES = {"join": ("event", "learner", "incarnation"), "leave": ("event", "learner", "reason", "tokens")}
 
 
@@ -47,7 +47,7 @@ class _Life:
 
 
 class Recollection:
-    """What the tape says about a run. Lines are added in order; a standby adds them while the tape grows."""
+    """A run's history by its tape. Lines are added in order; a standby adds them while the tape grows."""
 
     def __init__(self) -> None:
         self._began_t: float | None = None
@@ -84,7 +84,7 @@ class Recollection:
                     life_.tokens_per_s = learner["tokens_per_s"] or life_.tokens_per_s
 
     def has(self, line: Json) -> bool:
-        """Return whether this join or leave was added, whatever else its line has."""
+        """Return whether this join or leave was added; the other fields of its line do not matter."""
         return _key(line) in self._shown
 
     def recall(self, roster: Roster, *, now_s: float, unix_s: float) -> History:
