@@ -9,12 +9,12 @@ Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all l
     median:        sum(a_m) * median of v_m, per coordinate; of an even number, the mean of the two in the middle
 
 1. One contributor: a_m v_m, the identity if it is the whole fleet.
-2. Directions that cancel (|u| below 0.01: what is left is quantization noise) fall back to the mean.
+2. Directions that cancel (|u| below 0.01: the rest is quantization noise) fall back to the mean.
 3. Trimmed mean and median weight all contributions equally, independent of their work. They need MIN_ROBUST
    contributions; fewer are merged by the mean. Embeddings are always merged by the mean, because otherwise a row that
    few learners saw would never move.
 4. RDA and mean are weighted sums. The coefficients of RDA follow from the dot products of the contributions
-   (`core/encoded.py`), which are exact but for the rounding of float64 sums in a fixed order.
+   (`core/encoded.py`), which are exact except for the rounding of float64 sums in a fixed order.
 5. The result depends on the order of the contributors; the caller sorts them.
 6. A contribution longer than its limit is scaled down before the merge, in encoded form (`core.quantize.scaled`). Its
    learner does the same with the bytes that it kept, and so subtracts exactly what was merged.

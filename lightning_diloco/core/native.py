@@ -54,7 +54,7 @@ def warm_up(numel: int) -> None:
 
 
 def load() -> str | None:
-    """Load the loops and compile what is not in numba's cache; returns why this is impossible, or None."""
+    """Load the loops, and compile those that are not in numba's cache; return why this is impossible, or None."""
     global _loaded
     try:
         from lightning_diloco.core import kernels
@@ -93,8 +93,8 @@ def array(x: Tensor) -> Array:
 def empty(numel: int, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor on the host in memory that was used before, if there is some: new memory is slow to write.
 
-    Memory comes from numpy, which asks for large pages. It is used again as soon as nothing refers to it any more: no
-    tensor, array or memoryview, in any thread.
+    Memory comes from numpy, which asks for large pages. It is used again as soon as nothing refers to it: no tensor,
+    array or memoryview, in any thread.
     """
     nbytes = numel * dtype.itemsize
     if nbytes < SMALLEST_NUMEL:

@@ -107,7 +107,7 @@ class Whereabouts:
     def let_go(self, *, was_joined: bool, is_last: bool, is_drained: bool) -> None:
         """Release the syncer, if this learner has started it.
 
-        A temporary run directory is removed if the syncer has ended and nothing in it is needed any more.
+        A temporary run directory is removed if the syncer has ended and nothing in it is needed.
 
         Args:
             was_joined: this learner took part.

@@ -11,7 +11,7 @@ Ranges = list[tuple[int, int]]
 class IntervalSet:
     """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop).
 
-    Integers below `floor` are settled: none can be added any more, and only the number of those in the set is kept.
+    Integers below `floor` are settled: none can be added, and only the number of those in the set is kept.
 
     Args:
         ranges: ranges from `floor` on.

@@ -169,7 +169,7 @@ class SimulatedSyncer:
         self.standby = Standby(delay_s=delay_s, commit_s=commit_s, has=len(self.disk.log), timeline=self._timeline)
 
     def continue_alone(self) -> None:
-        """Give up the standby, which may not take over any more."""
+        """Give up the standby, which may no longer take over."""
         if self.standby is not None:
             standby, self.standby = self.standby, None
             standby.give_up()

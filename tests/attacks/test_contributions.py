@@ -37,7 +37,7 @@ def of_mad(fleet: Fleet) -> dict[str, object]:
 
 
 def told(fleet: Fleet) -> list[str]:
-    comes_and_goes = ("seeded", "join", "leave", "lapse", "return")  # on a busy machine anybody may lapse
+    comes_and_goes = ("seeded", "join", "leave", "lapse", "return")  # on a busy machine, honest learners may lapse
     recent = [event for event in fleet.status()["recent"] if event["event"] not in comes_and_goes]
     assert all(event["learner"] == "mad" for event in recent), "nobody else is blamed"
     return [event["event"] for event in recent]

@@ -67,7 +67,7 @@ class Kind:
 
     Args:
         spoil: computes the sent values from the trained ones.
-        tokens: tokens counted for each step, whatever the batch.
+        tokens: tokens counted for each step, independent of the batch.
         is_bounded: whether the loss may differ by at most BOUND; otherwise the difference is only shown.
     """
 

@@ -8,7 +8,7 @@ python -m tests.bench.busy_survivors --out tests/bench/results/busy_survivors.js
 2. The longest hook after the kill may exceed the longest one before by at most TOLERANCE_S. The hooks of a step are
    summed.
 3. A core that becomes free, or a process that imports torch, changes the other's step times by itself. Therefore the
-   same recipe also runs without the strategy, beside a syncer that nobody joins, and one of its two processes is killed
+   same recipe also runs without the strategy, beside a syncer without learners, and one of its two processes is killed
    in the same way. The survivor's steps may slow down no more than there. The noise is estimated from the means of ten
    blocks of steps.
 4. In the control, a learner waits for a missing peer once its lease has run out. Both checks must fail.

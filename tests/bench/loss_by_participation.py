@@ -44,7 +44,7 @@ class Arm:
         staggered: whether learners start at different times within one period.
         slowdown: factor by which the last learner is slower.
         leased: whether learners read what is next of all data, instead of a part each.
-        is_short: whether the last learner takes no part, and nobody reads its part of the data.
+        is_short: whether the last learner takes no part, and no learner reads its part of the data.
         changes: whether the first learner leaves at half time and the last one joins then.
         normalized: whether weights are shares of the round instead of the fleet.
     """

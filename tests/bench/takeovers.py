@@ -1,4 +1,4 @@
-"""Kills the serving syncer of a run again and again; its standby takes over each time, and the killed one follows.
+"""Kills the serving syncer of a run repeatedly; its standby takes over each time, and the killed one follows.
 
 python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
 python -m tests.bench.takeovers --shards 3 --takeovers 10                        each syncer with two more processes
@@ -11,8 +11,8 @@ python -m tests.bench.takeovers --shards 3 --takeovers 10                       
    for seconds.) If each takeover held a learner up once, this call would be as long.
 4. At the end, the ledger must be exact, learners must hold the bits on disk, and the tape must have no version of a
    fragment twice. (It may lack those of the last second before a fault.)
-5. The control is a standby that was away while the primary continued. It is told to take over, and the checks must see
-   that commits are lost.
+5. The control is a standby that was away while the primary continued. It gets the command to take over, and the checks
+   must detect that commits are lost.
 """
 
 from __future__ import annotations

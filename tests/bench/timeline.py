@@ -28,7 +28,7 @@ class Timeline:
 
     Attributes:
         training: work of the training stream, merged, in seconds since the first of all.
-        exchange: kernels and copies of all other streams, likewise.
+        exchange: kernels and copies of all other streams, in the same form.
 
     Raises:
         IndexError: the trace has no work of a GPU.

@@ -1,4 +1,4 @@
-"""A learner on XLA devices whose link to its syncer is slow, loses connections and is cut again and again.
+"""A learner on XLA devices whose link to its syncer is slow, loses connections and is cut repeatedly.
 
 A witness computes every contribution and every landing once more on the host, by plain formulas.
 """
@@ -115,7 +115,7 @@ class Brief(Line):
 
 
 class Adversity(Callback):
-    """Puts a witness before the device, cuts and slows the link again and again, and ends training after enough."""
+    """Puts a witness before the device, repeatedly cuts and slows the link, and ends training after enough exchanges."""
 
     witness: Witness
 

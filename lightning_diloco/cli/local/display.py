@@ -249,7 +249,7 @@ def _repeated(summary: Mapping[str, Any]) -> dict[str, str]:
 def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
     loss = summary["eval_loss"]
     if loss is None:
-        return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
+        return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'no learner validated it'})"}
     # A run that counts samples has no language model, and a larger loss is not in nats per token.
     is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
     perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}

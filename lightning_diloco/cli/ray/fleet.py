@@ -210,7 +210,7 @@ class RayFleet:
 
     def _forget(self, names: list[str], why: str) -> None:
         """Remove these processes from Ray, so that it does not start them again."""
-        self._say(f"{', '.join(names)}: {why}; Ray does not start it any more")
+        self._say(f"{', '.join(names)}: {why}; Ray does not start it again")
         for name in names:
             self._processes[name].outcome = "stopped"
         try:

@@ -115,7 +115,7 @@ class Keeper:
             try:
                 return self._desk.tell(self._mark, event, text)
             except OSError as error:  # the process runs on
-                print(f"{event} is told later: {error}", flush=True)
+                print(f"{event} is written later: {error}", flush=True)
                 time.sleep(_AGAIN_S)
 
     def _end(self, *_: object) -> None:

@@ -91,7 +91,7 @@ def _outages(scenario: Scenario) -> list[str]:
         return []
     return [
         f"a learner's link fails every {scenario.outage_mtbf_s:,.0f} s on average, for {scenario.outage_s:g} s; the "
-        "learner trains on, and its next contributions bring what it trained"
+        "learner trains on, and its next contributions include this progress"
     ]
 
 

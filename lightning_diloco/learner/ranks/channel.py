@@ -110,7 +110,7 @@ class Channel:
         return bool(could)
 
     def close(self) -> None:
-        """Destroy the group. Call this when no thread uses it any more."""
+        """Destroy the group. Call this when no thread uses it."""
         dist.destroy_process_group(self.group)
 
     def _broadcast(self, *tensors: Tensor) -> None:

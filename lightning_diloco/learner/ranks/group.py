@@ -66,7 +66,7 @@ class Ranks:
         return {}  # a copy, for example in a data loader's worker, cannot communicate
 
     def close(self) -> None:
-        """Destroy the groups. Call this when no thread uses them any more.
+        """Destroy the groups. Call this when no thread uses them.
 
         The groups of training are destroyed when the process exits, before the interpreter shuts down.
         """

@@ -43,7 +43,7 @@ class BatchScatter:
 
     def __init__(self, shares: Sequence[int]) -> None:
         self.num_shares = len(set(shares))
-        assert set(shares) == set(range(self.num_shares)), "every share is somebody's"
+        assert set(shares) == set(range(self.num_shares)), "every share needs a rank"
         self._shares = tuple(shares)
         self._channel = Channel()
         self._num = 0
@@ -93,6 +93,6 @@ class BatchScatter:
         return rows
 
     def close(self) -> None:
-        """Destroy the group. Call this when no rank uses it any more."""
+        """Destroy the group. Call this when no rank uses it."""
         self._channel.close()
         self._under_way.clear()

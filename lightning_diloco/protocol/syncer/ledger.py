@@ -41,7 +41,7 @@ class Account:
         declared: the learner's progress report, as last received.
         booked: token x fragment discarded by the syncer, by cause.
         is_absent: the learner has lapsed; its pending tokens wait for its return.
-        is_closed: no tokens can be merged or pending any more.
+        is_closed: no more tokens can be merged or pending.
         is_exact: the last progress report agreed with the commits.
     """
 

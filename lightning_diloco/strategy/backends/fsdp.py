@@ -127,8 +127,8 @@ def problems(inner: FSDPStrategy) -> list[str]:
         )
     if inner.cpu_offload.offload_params:
         found.append(
-            "inner=FSDPStrategy(cpu_offload=True): must be False, for it moves parameters when training begins; leave "
-            "it out, and shard over more devices"
+            "inner=FSDPStrategy(cpu_offload=True): must be False, because it moves parameters when training begins; "
+            "leave it out, and shard over more devices"
         )
     if not inner.kwargs["use_orig_params"]:
         found.append(

@@ -81,7 +81,7 @@ class PartSampler(Sampler[Any]):
             return iter(self._drawn())
 
     def _drawn(self) -> Iterable[Any]:
-        """Return this part of the order, and keep no more of it than the sampler needs."""
+        """Return this part of the order, and store only as much of the order as the sampler needs."""
         length = len(self)
         began, skip = self.began
         skip = min(skip, length) * (self._epoch == began)

@@ -154,7 +154,7 @@ def _took_part(state: SyncerState) -> list[Member]:
 
 
 def _present(state: SyncerState, now_s: float, *, since_s: float) -> list[Member]:
-    """Return, sorted by learner id, the newest session that took part, and a newer session that is joining.
+    """Return, sorted by learner id, the newest session that took part, and any newer session that is joining.
 
     A silent joining session is shown for `lease_s`. A session that left or lapsed is shown for GONE_S. Learners that
     left before this syncer started (`since_s`) are not shown.

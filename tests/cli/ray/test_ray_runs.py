@@ -327,7 +327,7 @@ def test_a_run_without_free_resources_reports_it_and_leaves_nothing_at_its_end(s
     site.driver.send_signal(signal.SIGINT)
     said, _ = site.driver.communicate(timeout=WITHIN_S)
     assert site.driver.returncode == 130, said
-    assert "l0: was not placed yet; Ray does not start it any more" in said
+    assert "l0: was not placed yet; Ray does not start it again" in said
     with connected(site.cluster.address):
         groups = ray.util.placement_group_table().values()
         assert {group["state"] for group in groups} == {"REMOVED"}
