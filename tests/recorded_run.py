@@ -85,7 +85,7 @@ class Books:
 
 
 class Check:
-    """What follows from the log of a run.
+    """Check of the log of a run against the rules.
 
     Attributes:
         problems: one sentence for each rule that is broken.

@@ -82,7 +82,7 @@ def merge_fragment(
         contributions: uint8 buffers from `encode`, in an order that is the same on every replay.
         shares: each contributor's share of the fleet's work, above 0, with a sum of at most 1.
         wire: precision of the buffers.
-        block_size: of buffers and layout.
+        block_size: block size of buffers and layout.
         merge: "mean" for everything, or one of the others for all but the entries that say "mean".
         max_norms: a contribution longer than its limit is scaled down to it; None: no limits.
         measured: dot products of these contributions, if they were computed before.

@@ -78,7 +78,7 @@ def outer_step(
         state: the state before the step; unchanged unless in place.
         outer_gradient: (P,) bfloat16, with the sign of a gradient; P is a multiple of the block size.
         lr: outer learning rate.
-        momentum_coef: from `momentum_by_work`.
+        momentum_coef: coefficients from `momentum_by_work`.
         wire: precision of the update.
         block_size: values that share a scale.
         in_place: write the new state over the old one.

@@ -24,7 +24,7 @@ from lightning_diloco.planner.memory import FragmentSizes, Training
 LINK_SHARE = 0.8  # one stream over 40 ms at 2 Gbit/s: 0.70 .. 0.92 of a raw socket
 STREAM_BPS = 6e9  # one TLS stream tops out near 0.8 GB/s
 DISK_BYTES_PER_S = 1e9
-MEMORY_BYTES_PER_S = 20e9  # of one core that works alone
+MEMORY_BYTES_PER_S = 20e9  # one core, other cores idle
 # Seconds of one core per value of a fragment, int8, by the compiled loops: see tests/bench/syncer_round.py.
 CONTRIBUTION_S, PAIR_S = 0.12e-9, 0.084e-9  # each contribution is added up, each pair is compared
 OUTER_S = 1.0e-9  # outer step and publication

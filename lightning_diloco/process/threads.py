@@ -16,7 +16,7 @@ import torch
 Job = Callable[[], None]
 T = TypeVar("T")
 
-NICENESS = 10  # of background work
+NICENESS = 10  # background threads
 LOOK_S = 0.1
 
 _counting = threading.Lock()

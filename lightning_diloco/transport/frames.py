@@ -25,7 +25,7 @@ from lightning_diloco.transport.base import Bulk, Json
 
 SLICE_BYTES = 2 << 20
 MAX_PAYLOAD_BYTES = 256 << 20  # in one call; longer payloads take several calls
-MAX_PROBE_BYTES = 32 << 20  # of zeros that a syncer sends, to measure a link
+MAX_PROBE_BYTES = 32 << 20  # zeros that a syncer sends to measure a link
 MAX_JSON_BYTES = 8 << 20
 MAX_HEADER_BYTES = 1 << 20  # of a bulk call; mostly the data leases of a contribution
 MAX_DEPTH = 32

@@ -22,7 +22,7 @@ from tests.fuzz.target import Peer, message_fields
 
 TOKENS, STEPS, STEP_S = 64, 6, 0.01
 HUGE, CLAIMED = 6.7e33, 2**40
-Values = Callable[[int, int], Tensor]  # of so many elements, the nth contribution
+Values = Callable[[int, int], Tensor]  # number of elements, number of the contribution
 
 
 class Contributor(Peer):

@@ -51,7 +51,7 @@ class Large(Peer):
         address: of the run.
         learner: its id.
         numel: parameters of the model.
-        contributors: of every round.
+        contributors: learners that contribute to every round.
     """
 
     wait_s = 600.0

@@ -37,7 +37,7 @@ EIGHT_SITES, EIGHT_SITES_DATA_PARALLEL_GBPS = 8, 198.0  # published: 0.84 Gbit/s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """When a method transfers what.
+    """Schedule of a method's transfers.
 
     Args:
         bits: bits per parameter.

@@ -26,7 +26,7 @@ def run(run_dir: Path, learner: Sequence[object], num_learners: int, meddle: Med
         learner: module of the learners, and its arguments; it is imported from this checkout.
         num_learners: number of learners.
         meddle: called ten times a second while they train.
-        options: of `Plan`; by default, nothing is restarted.
+        options: arguments of `Plan`; by default, nothing is restarted.
     """
     options = {"syncer_argv": syncer_argv(run_dir, num_learners), "threads": 1, "max_restarts": 0, **options}
     argv = (sys.executable, "-m", *map(str, learner))

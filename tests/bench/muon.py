@@ -16,8 +16,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         module: the model; matrices outside of its embeddings and its head get Muon.
         lr: learning rate of AdamW; Muon has `MUON_LR` times it, with updates scaled to AdamW's size.
-        weight_decay: of matrices.
-        betas: of AdamW.
+        weight_decay: weight decay of matrices.
+        betas: betas of AdamW.
     """
 
     def __init__(self, module: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]) -> None:

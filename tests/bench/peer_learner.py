@@ -81,7 +81,7 @@ class Text(nn.Module):
         batches: batches of how many learners are joined, from this rank on.
         steps: length of the schedule.
         lr: peak of the inner learning rate.
-        seed: of data and parameters.
+        seed: seed of data and parameters.
     """
 
     def __init__(self, *, rank: int, batches: int, steps: int, lr: float, seed: int, width: int = 64) -> None:

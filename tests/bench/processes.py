@@ -104,7 +104,7 @@ def run(
     Args:
         sleepers: the learners.
         options: explicit options of the run.
-        delay_s: of each learner's link, each way.
+        delay_s: delay of each learner's link, each way.
         rate_bps: bits per second of each learner's link in each direction, from its first step on; None: no limit.
 
     Returns:
@@ -140,9 +140,9 @@ def start_syncer(
     """Start a syncer with these options of the run, and wait until it can be joined.
 
     Args:
-        processes: among which it is started.
+        processes: processes of the run.
         expect: number of learners.
-        options: of the run.
+        options: options of the run.
         module: the module that runs `diloco`, followed by its own arguments.
     """
     given = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
@@ -156,11 +156,11 @@ class Started:
     """A learner process with its own proxy.
 
     Args:
-        processes: among which it is started.
-        name: of the learner.
+        processes: processes of the run.
+        name: name of the learner.
         sleeper: what it does.
         proxy: its way to the syncer.
-        rate_bps: of the proxy, from its first step on.
+        rate_bps: rate of the proxy from the learner's first step on.
     """
 
     def __init__(

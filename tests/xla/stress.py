@@ -115,7 +115,7 @@ class Brief(Line):
 
 
 class Adversity(Callback):
-    """Puts a witness before the device, repeatedly cuts and slows the link, and ends training after enough exchanges."""
+    """Puts a witness before the device, repeatedly cuts and slows the link, and ends training after `MIN_EXCHANGES`."""
 
     witness: Witness
 

@@ -46,7 +46,7 @@ _STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
 
 
 class Processes(Protocol):
-    """What a run needs of the processes of its learners and its syncer. `Fleet` explains the methods."""
+    """Interface of a run to its learner and syncer processes. `Fleet` explains the methods."""
 
     @property
     def names(self) -> list[str]:

@@ -36,7 +36,7 @@ _JOIN = "DILOCO_JOIN"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a keeper has to do.
+    """Order to a keeper: the process to run.
 
     Args:
         words: arguments of Python; each machine uses its own interpreter.
