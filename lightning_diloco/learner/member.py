@@ -23,8 +23,7 @@ from lightning_diloco.learner.join import Joining, MakeDevice
 from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.name import own_name
-from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.learner.shards import Sharded
+from lightning_diloco.learner.shards import ShardedConnection
 from lightning_diloco.learner.whereabouts import Whereabouts, given_run_dir
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.retry import retry
@@ -102,8 +101,7 @@ class Member(Driver):
         self._drive(machine, self._connection, cursor=joined.cursor, active=joined.active, num_lanes=num_lanes)
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
-        self._followed = Followed(self._connect, address, self._whereabouts.join_file)
-        self._sharded = Sharded(self._followed, self._connect)
+        self._sharded = ShardedConnection(self._connect, address, self._whereabouts.join_file)
         return self._sharded
 
     @property

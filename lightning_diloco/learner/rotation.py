@@ -64,7 +64,7 @@ def _address_in(join: Path | None, run: str) -> JoinAddress | None:
     return known if known.run == run else None
 
 
-class Followed:
+class RedialingConnection:
     """Implements `Connection` on top of a connection that is replaced when the join file changes.
 
     Args:

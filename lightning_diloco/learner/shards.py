@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from lightning_diloco.errors import TransportError
-from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.learner.rotation import RedialingConnection
 from lightning_diloco.transport.address import JoinAddress, placed
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.portions import Portioned
 
 
-class Sharded:
-    """Implements `LargeConnection`.
-
-    Args:
-        syncer: connection to the syncer, which is shard 0.
-        connect: makes the connections to the other shards.
+class ShardedConnection:
+    """Implements `LargeConnection`; see `RedialingConnection`, the connection to shard 0, for the arguments.
 
     Attributes:
         shards: `host:port` of shards 1, 2, ...; without a host, it is the syncer's.
     """
 
-    def __init__(self, syncer: Followed, connect: Callable[[JoinAddress], Connection]) -> None:
-        self._syncer, self._main, self._connect = syncer, Portioned(syncer), connect
+    def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:
+        self._connect, self._syncer = connect, (syncer := RedialingConnection(connect, address, join))
+        self._main = Portioned(syncer)
         self.poll, self.status, self.move_to = syncer.poll, syncer.status, syncer.move_to
         self.shards: tuple[str, ...] = ()
         self._connections: dict[int, tuple[JoinAddress, Portioned]] = {}
@@ -40,7 +38,7 @@ class Sharded:
 
     @property
     def moved_to(self) -> str | None:
-        """See `Followed`."""
+        """See `RedialingConnection`."""
         return self._syncer.moved_to
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:

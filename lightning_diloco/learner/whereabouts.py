@@ -17,7 +17,7 @@ from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from lightning_diloco.learner.join import reached
 from lightning_diloco.learner.leftovers import tidy
 from lightning_diloco.learner.name import given_address
-from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.learner.rotation import RedialingConnection
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
@@ -49,7 +49,7 @@ def agreed_parts(
     if (address := given_address(learner)) is None:
         return None  # this learner starts the run
     folder = given_run_dir()
-    connection = Followed(connect, address, None if folder is None else folder / "join")
+    connection = RedialingConnection(connect, address, None if folder is None else folder / "join")
     try:
         parts = reached(connection.status, address, given_run_dir())["config"]["data_parts"]
     finally:

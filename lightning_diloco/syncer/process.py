@@ -29,7 +29,7 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.storage.files import remove_tree
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import RestoringHandler
+from lightning_diloco.syncer.gated_handler import GatedHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token, write_num_shards
 from lightning_diloco.syncer.shards.others import OtherShards
@@ -102,7 +102,7 @@ class _Opened:
     """
 
     service: SyncerService
-    door: RestoringHandler
+    door: GatedHandler
     front: Front
     identity: ServerIdentity
     is_listening: bool
@@ -138,7 +138,7 @@ def _opened(options: SyncerOptions) -> _Opened:
     num_shards = settle_num_shards(options.run_dir, options.num_shards)
     if num_shards == 1 and options.shards_elsewhere:
         raise ConfigError("--elsewhere: the run has one shard, which is this syncer; add --shards 2, or more")
-    door = RestoringHandler()
+    door = GatedHandler()
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
     others = OtherShards()
@@ -161,7 +161,7 @@ def _opened(options: SyncerOptions) -> _Opened:
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
     """Act as a standby; return the service of a run that this process has taken over, None at the end."""
     with contextlib.ExitStack() as undo:
-        source, door = Source(primary), RestoringHandler()
+        source, door = Source(primary), GatedHandler()
         undo.callback(source.close)
         replacement.install(options.run_dir)
         num_shards = _reach(source, options, stop)
@@ -236,7 +236,7 @@ def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> int
     return None
 
 
-def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress, identity: ServerIdentity) -> Front:
+def _front(options: SyncerOptions, door: GatedHandler, address: JoinAddress, identity: ServerIdentity) -> Front:
     """Make the server of a run. With RUN_DIR/join, it writes RUN_DIR/standby."""
 
     def invite(own: JoinAddress) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from lightning_diloco.cli.main import main
 from lightning_diloco.errors import AuthError, ConfigError, RemoteError, TransportError
-from lightning_diloco.learner.rotation import Followed, rotate
+from lightning_diloco.learner.rotation import RedialingConnection, rotate
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import RestoringHandler
+from lightning_diloco.syncer.gated_handler import GatedHandler
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import HERE, Processes
@@ -36,11 +36,11 @@ def asks(address: JoinAddress) -> dict:
 
 
 def test_the_old_token_is_refused_after_it_is_replaced(tmp_path: Path) -> None:
-    target, door = Target(tmp_path), RestoringHandler()
+    target, door = Target(tmp_path), GatedHandler()
     door.open(target.service)
     front = Front(door, tmp_path, "127.0.0.1:0", OLD, None)
     before = front.listen()
-    followed = Followed(FlightConnection, before, tmp_path / "join")
+    followed = RedialingConnection(FlightConnection, before, tmp_path / "join")
     assert followed.status()["run"] == asks(before)["run"] == "run"
 
     now = rotate(tmp_path)
@@ -83,7 +83,7 @@ class Refused:
 
 def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     join, dialled = tmp_path / "join", []
-    followed = Followed(partial(Refused, dialled), OLD, join)
+    followed = RedialingConnection(partial(Refused, dialled), OLD, join)
     for content in (None, "not a join string", replace(OLD, run="another", token="other"), OLD):
         if isinstance(content, str):
             join.write_text(content)
@@ -102,7 +102,7 @@ def test_a_syncer_that_moved_is_followed_but_a_proxy_is_still_used(tmp_path: Pat
     join, dialled, proxy = tmp_path / "join", [], replace(OLD, host="proxy", port=9)
     write_join_file(join, OLD)
     answering = ["proxy"]
-    followed = Followed(partial(Refused, dialled, answering=answering), proxy, join)
+    followed = RedialingConnection(partial(Refused, dialled, answering=answering), proxy, join)
     followed.status()
     answering.clear()
     for told in (OLD, replace(OLD, token="new-token"), replace(OLD, host="elsewhere", port=2)):
@@ -116,7 +116,7 @@ def test_a_learner_that_was_given_an_old_address_finds_the_one_in_the_file(tmp_p
     join, dialled, moved = tmp_path / "join", [], replace(OLD, host="elsewhere", token="new-token")
     write_join_file(join, moved)
     answering: list[str] = []
-    followed = Followed(partial(Refused, dialled, answering=answering), OLD, join)
+    followed = RedialingConnection(partial(Refused, dialled, answering=answering), OLD, join)
     for _ in range(3):
         with pytest.raises(TransportError):
             followed.status()

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.quantize import encode
-from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.learner.shards import Sharded
+from lightning_diloco.learner.shards import ShardedConnection
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.protocol import messages
 from lightning_diloco.storage.tape import read_tape
@@ -80,7 +79,7 @@ class Several(Peer):
             connection.counts, connection.port = counts, to.port
             return connection
 
-        super().__init__(Sharded(Followed(connect, address, None), connect), learner)
+        super().__init__(ShardedConnection(connect, address, None), learner)
         shapes = {f"w{p}": (numel // WIDTH, WIDTH) for p in range(NUM_FRAGMENTS)}
         self.model = ModelDescription(shapes, frozenset(), {}, "tokens")
         self.options = {

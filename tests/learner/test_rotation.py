@@ -10,7 +10,7 @@ import pytest
 
 from lightning_diloco.errors import RestoringError, StandbyError, TransportError
 from lightning_diloco.learner import rotation
-from lightning_diloco.learner.rotation import STAY_S, Followed
+from lightning_diloco.learner.rotation import STAY_S, RedialingConnection
 from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Json
@@ -32,7 +32,7 @@ class Net:
     def connect(self, address: JoinAddress) -> Any:
         return Dialled(self, address.host_port)
 
-    def call(self, followed: Followed, for_s: float, step_s: float = 0.5) -> list[str]:
+    def call(self, followed: RedialingConnection, for_s: float, step_s: float = 0.5) -> list[str]:
         """Make calls for this time; return the called syncers, without consecutive repetitions."""
         self.dialled.clear()
         until_s = self.now_s + for_s
@@ -64,11 +64,11 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Net:
 
 
 def test_a_syncer_that_answers_is_the_only_one_dialled(net: Net) -> None:
-    assert net.call(Followed(net.connect, BOTH, None), 60.0) == [SYNCER]
+    assert net.call(RedialingConnection(net.connect, BOTH, None), 60.0) == [SYNCER]
 
 
 def test_the_standby_is_dialled_after_a_silence_and_followed_if_it_serves(net: Net) -> None:
-    followed = Followed(net.connect, BOTH, None)
+    followed = RedialingConnection(net.connect, BOTH, None)
     net.call(followed, 10.0)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, ASK_AFTER_S - 1.0) == [SYNCER]
@@ -80,7 +80,7 @@ def test_the_standby_is_dialled_after_a_silence_and_followed_if_it_serves(net: N
 
 
 def test_both_syncers_are_dialled_in_turn_while_none_serves(net: Net) -> None:
-    followed = Followed(net.connect, BOTH, None)
+    followed = RedialingConnection(net.connect, BOTH, None)
     net.call(followed, 1.0)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, ASK_AFTER_S + 2 * STAY_S + 1.0) == [SYNCER, STANDBY, SYNCER, STANDBY]
@@ -88,16 +88,16 @@ def test_both_syncers_are_dialled_in_turn_while_none_serves(net: Net) -> None:
 
 def test_a_new_learner_that_dials_the_standby_dials_the_other_one_at_once(net: Net) -> None:
     net.does = {SYNCER: StandbyError("no"), STANDBY: {}}
-    assert net.call(Followed(net.connect, BOTH, None), 1.0) == [SYNCER, STANDBY]
+    assert net.call(RedialingConnection(net.connect, BOTH, None), 1.0) == [SYNCER, STANDBY]
 
 
 def test_a_syncer_that_reads_its_disk_is_waited_for(net: Net) -> None:
     net.does[SYNCER] = RestoringError("reading")
-    assert net.call(Followed(net.connect, BOTH, None), 60.0) == [SYNCER]
+    assert net.call(RedialingConnection(net.connect, BOTH, None), 60.0) == [SYNCER]
 
 
 def test_the_address_of_the_standby_comes_from_an_answer(net: Net) -> None:
-    followed = Followed(net.connect, ALONE, None)
+    followed = RedialingConnection(net.connect, ALONE, None)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, 60.0) == [SYNCER], "there is nobody else to ask"
     net.does[SYNCER] = {"standby": STANDBY}
@@ -107,7 +107,7 @@ def test_the_address_of_the_standby_comes_from_an_answer(net: Net) -> None:
 
 
 def test_a_connection_moves_on_request_and_reports_its_address(net: Net) -> None:
-    leader, follower = Followed(net.connect, BOTH, None), Followed(net.connect, ALONE, None)
+    leader, follower = RedialingConnection(net.connect, BOTH, None), RedialingConnection(net.connect, ALONE, None)
     assert leader.moved_to is None
     net.does = {SYNCER: TransportError("gone"), STANDBY: {}}
     net.call(leader, ASK_AFTER_S + 1.0)

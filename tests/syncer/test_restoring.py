@@ -13,8 +13,8 @@ from lightning_diloco.learner import join as joining
 from lightning_diloco.process import parallel
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer import process as syncer
+from lightning_diloco.syncer.gated_handler import GatedHandler
 from lightning_diloco.syncer.replay import replay
-from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
@@ -85,7 +85,7 @@ def test_joiners_wait_for_a_restore_while_it_makes_progress(tmp_path: Path, monk
     monkeypatch.setattr(joining, "RESTORING_S", 2.0)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
     with Fleet(tmp_path) as fleet:
-        door = RestoringHandler()
+        door = GatedHandler()
         fleet.transport.handler = door
         learner = fleet.learner("l0")
         asked: list[int] = []
@@ -106,7 +106,7 @@ def test_joiners_give_up_on_a_restore_without_progress_and_report_its_state(
 ) -> None:
     monkeypatch.setattr(joining, "RESTORING_S", 0.2)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
-    door = RestoringHandler()
+    door = GatedHandler()
     door.tell("replaying the log, record 7 of 9")
     with Fleet(tmp_path) as fleet:
         fleet.transport.handler = door

@@ -63,10 +63,10 @@ class StatusFeed:
 @contextmanager
 def asking(address: JoinAddress, join: Path | None = None) -> Iterator[Fetch]:
     """Yield a function that fetches the state of the syncer at this address; the file `join` has its current token."""
-    from lightning_diloco.learner.rotation import Followed
+    from lightning_diloco.learner.rotation import RedialingConnection
     from lightning_diloco.transport.flight import FlightConnection
 
-    connection = Followed(FlightConnection, address, join)
+    connection = RedialingConnection(FlightConnection, address, join)
     try:
         yield connection.status
     finally:

@@ -19,8 +19,7 @@ from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
-from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.learner.shards import Sharded
+from lightning_diloco.learner.shards import ShardedConnection
 from lightning_diloco.manifest import ModelDescription, plan_of
 from lightning_diloco.process.threads import Jobs, compute_alone, yield_cores
 from lightning_diloco.protocol import messages
@@ -56,7 +55,7 @@ class Follower(OneOfSeveral):
         self._given = given_address(learner)  # None: rank 0 starts a syncer, whose run directory has it
         self._join_file: Path | None = None
         self._sender = PartSender(
-            self._ranks.uploads, lambda address: Sharded(Followed(connect, address, self._join_file), connect)
+            self._ranks.uploads, lambda address: ShardedConnection(connect, address, self._join_file)
         )
         self._copies: Jobs | None = None
 

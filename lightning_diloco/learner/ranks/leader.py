@@ -90,7 +90,7 @@ class Leader(OneOfSeveral, Member):
         """Ask the other ranks whether they can reach the syncer, and let them begin to train."""
         join_file = self._whereabouts.join_file
         run_dir = None if join_file is None else str(join_file.parent)
-        order = {"do": "reach", "run_dir": run_dir, "syncer": self._followed.moved_to}
+        order = {"do": "reach", "run_dir": run_dir, "syncer": self._sharded.moved_to}
         found = self._ranks.collect(order, [1] * (self._ranks.size - 1))
         self.device.deals = self._parted.is_possible([bool(reaches) for reaches in found])
         known = {name: getattr(self, name) for name in (*KNOWN, "fleet_tokens")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import RestoringHandler
+from lightning_diloco.syncer.gated_handler import GatedHandler
 from lightning_diloco.syncer.service import SyncerOptions
 from lightning_diloco.syncer.shards.elsewhere import Elsewhere
 from lightning_diloco.syncer.shards.layout import tell_token
@@ -28,7 +28,7 @@ class OtherShards:
         self.shards: Sequence[RemoteShard] = ()
 
     def prepare(
-        self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: RestoringHandler
+        self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: GatedHandler
     ) -> None:
         """Prepare to start the processes, or to receive reports of those that the user starts.
 

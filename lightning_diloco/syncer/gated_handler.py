@@ -10,7 +10,7 @@ from lightning_diloco.syncer.standby.requests import STANDBY
 from lightning_diloco.transport.base import Bulk, Handler, Json, Polled
 
 
-class RestoringHandler:
+class GatedHandler:
     """A `Handler` that refuses calls until the service is ready, and then forwards them.
 
     Attributes:
