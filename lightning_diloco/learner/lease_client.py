@@ -130,8 +130,3 @@ class LeaseClient:
         """Return the parts noted since the last call, at the end of a step."""
         pieces, self._pieces = tuple(self._pieces), []
         return pieces
-
-    @property
-    def num_repeated(self) -> int:
-        """Tokens trained on without a lease."""
-        return self._lessee.num_repeated

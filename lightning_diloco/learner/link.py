@@ -26,13 +26,14 @@ from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.learner.join import MakeDevice
 from lightning_diloco.learner.lease_client import LeaseClient
-from lightning_diloco.learner.metrics import LearnerMetrics
 from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.status import LearnerStatus
+from lightning_diloco.learner.step_timer import StepTimer
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import events, messages
 from lightning_diloco.protocol.data_ranges import Catalogue
+from lightning_diloco.protocol.metric_names import EVAL_LOSS
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def never() -> None:
     """Return that there was no SIGTERM."""
 
 
-class Link(LearnerMetrics):
+class Link:
     """The link of one rank of a learner. Only the training thread calls its public methods.
 
     `start` sets the attributes from `plan` to `differing`.
@@ -61,6 +62,8 @@ class Link(LearnerMetrics):
         agreed: what all ranks agreed on when the last step ended.
         num_landings: number of updates that have landed since this learner joined.
         is_preempted: whether SIGTERM came while this learner waited for its last contributions; all ranks know it.
+        trainer_step: steps of the Trainer, including those before a restart.
+        rank_bytes: bytes of memory that exchanging takes, on the rank that needs the most; None: unknown.
     """
 
     plan: FragmentPlan
@@ -76,7 +79,9 @@ class Link(LearnerMetrics):
     differing: Collection[str]
 
     def __init__(self) -> None:
-        super().__init__()
+        self._watch = StepTimer()
+        self._losses: dict[str, float] = {}
+        self._unit: str | None = None
         self._changed = threading.Condition(threading.RLock())
         self._crew = Crew(self._fail)
         self._error: BaseException | None = None
@@ -84,6 +89,8 @@ class Link(LearnerMetrics):
         self.agreed = Agreement()
         self.num_landings = 0
         self.is_preempted = False
+        self.trainer_step = 0
+        self.rank_bytes: int | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """Join the run. Blocks until this learner has seeded the run or adopted its anchors, and may step.
@@ -215,6 +222,15 @@ class Link(LearnerMetrics):
         return 0
 
     # --------------------------------------------------------------------------------------------------------- metrics
+
+    def held_up(self, for_s: float) -> None:
+        """Count time for which other code of this package held the training thread as stall."""
+        self._watch.interrupted()
+        self._watch.stall_s += for_s
+
+    def set_eval_loss(self, loss: float) -> None:
+        """Set the loss of the anchor that this learner has evaluated."""
+        self._losses[EVAL_LOSS] = loss
 
     def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
         """Set the loss shown for this learner.

@@ -1,12 +1,18 @@
-"""The link of a learner with one rank: joins the run, reports steps, drains and leaves.
+"""The link of a learner with one rank: joins the run, drives the protocol machine, drains and leaves.
 
-With several ranks, rank 0 uses a subclass that also leads the other ranks (`ranks/leader.py`).
+1. Any thread passes events to the machine, and carries out its actions while it holds the machine's lock. Other threads
+   than the training thread hold this lock for microseconds.
+2. On the training thread, this only takes snapshots and lands updates. `ControlChannel` transfers messages, and
+   `FragmentExchange` transfers tensors. Their threads never change live parameters.
+3. A network failure is not an error. The learner continues to train.
+4. With several ranks, rank 0 uses a subclass that also leads the other ranks (`ranks/leader.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,21 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_diloco import errors
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.learner.control_channel import TICK_S
-from lightning_diloco.learner.driver import Driver
-from lightning_diloco.learner.join import Joining, MakeDevice
+from lightning_diloco.learner import status
+from lightning_diloco.learner.control_channel import TICK_S, ControlChannel
+from lightning_diloco.learner.exchange import FragmentExchange
+from lightning_diloco.learner.join import Joining, MakeDevice, placed
 from lightning_diloco.learner.lease_client import LeaseClient
-from lightning_diloco.learner.link import AskedToLeave, never
+from lightning_diloco.learner.link import AskedToLeave, Link, never
 from lightning_diloco.learner.name import own_name
 from lightning_diloco.learner.shards import ShardedConnection
 from lightning_diloco.learner.whereabouts import Whereabouts, given_run_dir
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.retry import retry
-from lightning_diloco.protocol import events, limits, messages
+from lightning_diloco.protocol import actions, events, limits, messages
 from lightning_diloco.protocol.data_ranges import Catalogue, Piece
+from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.metric_names import COUNTS_TOKENS, EXCHANGE_P95, LOSS, RANK_BYTES, STALL, TRAINER_STEP
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
@@ -42,7 +54,7 @@ REPORT_S = 10.0
 GOODBYE_S = 2.0
 
 
-class Member(Driver):
+class Member(Link):
     """The link of a learner with one rank.
 
     Args:
@@ -67,7 +79,10 @@ class Member(Driver):
         self._run_options, self._learner, self._connect = run_options, learner, connect
         self._whereabouts = Whereabouts(learner, root_dir, self._crew)
         self._connection: LargeConnection | None = None
+        self._session = secrets.token_hex(16)  # nonce of this process
+        self._state: LearnerState | None = None
         self._desk: LeaseClient | None = None
+        self._left: actions.Left | None = None
         self._has_verdict = False
 
     # ------------------------------------------------------------------------------------------------------- the start
@@ -96,9 +111,30 @@ class Member(Driver):
         self.differing = joined.differing
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
-        machine = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
-        num_lanes = 1 if self._has_ranks else 1 + len(self._sharded.shards)  # ranks upload one contribution at a time
-        self._drive(machine, self._connection, cursor=joined.cursor, active=joined.active, num_lanes=num_lanes)
+        self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
+        with self._changed:  # the new threads handle no event before all attributes are set
+            self._line = ControlChannel(
+                self._connection,
+                self._session,
+                joined.cursor,
+                self._crew,
+                hear=self._hear,
+                reconnect=self._reconnect,
+                tick=self._tick,
+            )
+            self._freight = FragmentExchange(
+                self._connection,
+                self._session,
+                self.device,
+                plan=self.plan,
+                config=self.config,
+                crew=self._crew,
+                handle=self._handle,
+                is_online=lambda: self._line.is_online,
+                expect=self._expect,
+                num_lanes=1 if self._has_ranks else 1 + len(self._sharded.shards),  # ranks upload one at a time
+            )
+            self._handle(events.FromTheSyncer(joined.active))
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
         self._sharded = ShardedConnection(self._connect, address, self._whereabouts.join_file)
@@ -122,6 +158,86 @@ class Member(Driver):
         )
         return self._desk
 
+    # --------------------------------------------------------------------------------------------- the protocol machine
+
+    @property
+    def _machine(self) -> LearnerState:
+        assert self._state is not None, "start() comes first"
+        return self._state
+
+    def _handle(self, event: events.LearnerEvent) -> int:
+        """See `Link._handle`. Carries out the machine's actions."""
+        with self._changed:
+            num_exchanges = sum(map(self._do, self._machine.handle(event, time.monotonic())))
+            self._changed.notify_all()
+        return num_exchanges
+
+    def _do(self, action: actions.LearnerAction) -> int:
+        match action:
+            case actions.Say():
+                message = action.message
+                self._line.say(placed(message) if isinstance(message, messages.Hello) else message)
+            case actions.Snapshot():
+                self._freight.encode(action.ready)
+                return 1
+            case actions.Upload():
+                self._freight.upload(action.ready)
+            case actions.Fetch():
+                self._freight.fetch(action)
+            case actions.Land():
+                self._freight.land(action.fragment)
+                self.num_landings += 1
+                return 1
+            case actions.Forget():
+                self._freight.forget(action.fragment, action.seq)
+            case actions.Warn():
+                log.warning("%s", action.text)
+            case actions.Fail():
+                self._fail(getattr(errors, action.error)(action.text))
+            case actions.SayHello():
+                self._line.introduce()
+            case actions.Left():
+                self._left = action
+                self._freight.forget_all()
+                self._line.hurry()
+        return 0
+
+    def _hear(self, message: messages.FromSyncer) -> None:
+        self._handle(events.FromTheSyncer(message))
+
+    def _tick(self) -> None:
+        self._handle(events.Tick())
+
+    def _expect(self, p: int, values: Tensor) -> None:
+        """Announce to the other ranks, if there are any, that these values will be adopted at a boundary."""
+
+    def _reconnect(self, number: int) -> None:
+        """Send a hello again, with the marks of this learner's anchors."""
+        known = tuple(self._mark(p) for p in range(self.plan.num_fragments))
+        self._handle(events.Reconnected(number, known))
+
+    def _mark(self, p: int) -> messages.Mark:
+        """Return generation, version, digest and proof of a fragment's anchor.
+
+        Training continues while the anchor is read from the device. If an update lands meanwhile, it is read again.
+        """
+        while True:
+            before = self._landed(p)
+            anchor_P = self._anchor(p)
+            if anchor_P is not None and self._landed(p) == before:
+                generation, version, proof = before
+                return messages.Mark(generation, version, digest(anchor_P), proof)
+
+    def _landed(self, p: int) -> tuple[int, int, str]:
+        """Return generation, version and proof; consistent, because a landing holds the lock."""
+        with self._changed:
+            f = self._machine.fragments[p]
+            return f.generation, f.held, f.proof
+
+    def _anchor(self, p: int) -> Tensor | None:
+        """Return the anchor; None if the ranks' parts of it have different versions at the moment."""
+        return self.device.anchor(p)
+
     # -------------------------------------------------------------------------------------------------------- training
 
     @property
@@ -143,6 +259,37 @@ class Member(Driver):
     def _collected(self, tokens: int) -> tuple[Piece, ...]:
         """Return the leased data of a step with this number of tokens; empty if no data are leased."""
         return self._desk.collect() if self._desk else ()
+
+    # ---------------------------------------------------------------------------------------------------------- metrics
+
+    def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
+        """See `Link.set_loss`."""
+        if aside:
+            self._freight.aside(partial(self._set_late_loss, read))
+        elif (loss := read()) is not None:
+            self._losses[LOSS] = loss
+
+    def _set_late_loss(self, read: Callable[[], float | None]) -> None:
+        self.set_loss(read, aside=False)
+        with self._changed:  # there may be no later step that reports it
+            self._machine.metrics = {**self._machine.metrics, **self._losses}
+
+    def metrics(self) -> dict[str, float]:
+        """See `Link.metrics`."""
+        with self._changed:
+            return status.metrics(self._machine, self._watch, self._freight, self._line)
+
+    def standing(self) -> status.LearnerStatus:
+        """See `Link.standing`."""
+        with self._changed:
+            return status.standing(self._machine, self._line)
+
+    def _reported(self) -> dict[str, float]:
+        """Return the metrics for the syncer, which go out with heartbeats and with the leave."""
+        own = {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, TRAINER_STEP: self.trainer_step}
+        counts = {} if self._unit is None else {COUNTS_TOKENS: float(self._unit == "tokens")}
+        ranks = {} if self.rank_bytes is None else {RANK_BYTES: float(self.rank_bytes)}
+        return {**own, **counts, **self._losses, **ranks}
 
     # --------------------------------------------------------------------------------------------------------- the end
 

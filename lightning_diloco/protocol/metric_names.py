@@ -2,6 +2,7 @@
 
 STALL, EXCHANGE_P95, LOSS, EVAL_LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss", "eval_loss"
 TRAINER_STEP = "diloco/trainer_step"  # continues over restarts of a learner
+RANK_BYTES = "diloco/rank_bytes"  # of memory that exchanging takes, on the rank that needs the most
 COUNTS_TOKENS = "diloco/counts_tokens"  # 1: tokens of a language model; 0: samples
 
 # The first of these that is logged is shown.

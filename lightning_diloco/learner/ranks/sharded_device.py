@@ -104,7 +104,7 @@ class ShardedDevice(ReplicatedDevice):
     def _own_anchor(self, p: int) -> Tensor:
         """Return how often a fragment has landed, followed by this rank's part of the anchor; float32 (1 + L,).
 
-        If the fragment lands meanwhile, the anchor is read again, as in `Driver._mark`.
+        If the fragment lands meanwhile, the anchor is read again, as in `Member._mark`.
         """
         while True:
             before = self._count(p)
