@@ -78,10 +78,6 @@ class LeaseClient:
             )
         return lease
 
-    def within(self, for_s: float) -> Lease | None:
-        """Wait up to for_s seconds for a range; returns None if none came."""
-        return self._await(for_s)
-
     def answer(self, for_s: float) -> Lease | None:
         """Wait up to for_s seconds for the syncer to answer a request.
 
@@ -91,12 +87,13 @@ class LeaseClient:
         if not self._may_wait:
             return None
         began_s = time.perf_counter()
-        lease = self._await(for_s, lambda: self._lessee.was_denied or not self._is_online())
+        lease = self.within(for_s, lambda: self._lessee.was_denied or not self._is_online())
         self._waited(time.perf_counter() - began_s)
         self._may_wait = lease is not None or self._lessee.was_denied
         return lease
 
-    def _await(self, for_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Lease | None:
+    def within(self, for_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Lease | None:
+        """Wait up to for_s seconds for a range, or until waiting is hopeless; returns None if none came."""
         until_s = time.monotonic() + for_s
         with self._changed:
             while (lease := self.take()) is None:

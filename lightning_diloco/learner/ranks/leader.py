@@ -56,10 +56,8 @@ class Leader(OneOfSeveral, Member):
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
-        connection = super()._connected(address)
-        self._parted = PartedConnection(
-            connection, self._ranks.uploads, lambda: (self._sharded.moved_to, self._sharded.shards)
-        )
+        super()._connected(address)
+        self._parted = PartedConnection(self._sharded, self._ranks.uploads)
         return self._parted
 
     def _make_devices(self, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:

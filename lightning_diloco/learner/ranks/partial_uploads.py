@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,9 +32,10 @@ from lightning_diloco.core.buffers import bytes_of, tensor_of
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.parts import part_of
 from lightning_diloco.errors import DiLoCoError, TransportError
+from lightning_diloco.learner.ranks.channel import Channel
+from lightning_diloco.learner.shards import ShardedConnection
 from lightning_diloco.transport.address import JoinAddress
-from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.portions import LargeConnection
+from lightning_diloco.transport.base import Bulk, Json
 
 log = logging.getLogger(__name__)
 
@@ -44,49 +44,19 @@ PART_S = 60.0
 GOODBYE_S = 1.0
 
 
-class Giver(Protocol):
-    """The part of `Channel` that rank 0 uses."""
-
-    size: int
-
-    def give(self, order: Json, meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool: ...
-
-
-class Taker(Protocol):
-    """The part of `Channel` that the other ranks use."""
-
-    rank: int
-    size: int
-
-    def hear(self) -> tuple[Json, Tensor]: ...
-
-    def all_could(self, mine: bool) -> bool: ...
-
-
-class Movable(Connection, Protocol):
-    """A connection to a syncer whose place another one may take, and to its shards."""
-
-    shards: tuple[str, ...]
-
-    def move_to(self, syncer: str) -> None: ...
-
-
 class PartedConnection:
     """Rank 0's `Connection`; contributions are uploaded over the connections of all ranks.
 
     Args:
-        connection: rank 0's connection, which takes parts of any size.
+        connection: rank 0's connection.
         orders: channel to the other ranks.
-        places: returns the `host:port` of the syncer, if it is not the one that the ranks were given, and its shards.
     """
 
-    def __init__(
-        self, connection: LargeConnection, orders: Giver, places: Callable[[], tuple[str | None, tuple[str, ...]]]
-    ) -> None:
+    def __init__(self, connection: ShardedConnection, orders: Channel) -> None:
         self._connection = connection
         self.send, self.poll, self.get = connection.send, connection.poll, connection.get
         self.status, self.close = connection.status, connection.close
-        self._put, self._orders, self._places = connection.put, orders, places
+        self._put, self._orders = connection.put, orders
         self._alone_until_s = float("-inf")
         self._seqs: dict[int, int] = {}  # per fragment, of the last contribution that was uploaded together
 
@@ -151,14 +121,13 @@ class PartedConnection:
             return bytes_of(part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
 
         checksums = [zlib.crc32(part(k)) for k in range(n)]
-        moved_to, shards = self._places()
         order = {
             "do": "upload",
             "header": bulk.header,
             "checksums": checksums,
             "deadline_s": deadline_s,
-            "syncer": moved_to,
-            "shards": shards,
+            "syncer": self._connection.moved_to,
+            "shards": self._connection.shards,
         }
         own = Bulk(_part_header(bulk.header, 0, n), part(0))
         if not self._orders.give(order, partial(self._put, own, deadline_s=deadline_s)):
@@ -175,9 +144,9 @@ class PartSender:
         connect: makes the connection to the syncer.
     """
 
-    def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Movable]) -> None:
+    def __init__(self, orders: Channel, connect: Callable[[JoinAddress], ShardedConnection]) -> None:
         self._orders, self._connect = orders, connect
-        self._syncer: Movable | None = None
+        self._syncer: ShardedConnection | None = None
         self._kept: dict[int, Tensor] = {}
         self._has_come = threading.Condition()
 

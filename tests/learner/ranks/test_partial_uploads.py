@@ -62,6 +62,8 @@ class CountingWire(Wire):
         super().__init__(fleet.connect())
         self.sizes = Counter[int]()
         self.moves: list[str] = []
+        self.moved_to: str | None = None
+        self.shards: tuple[str, ...] = ()
 
     def move_to(self, syncer: str) -> None:
         self.moves.append(syncer)
@@ -80,8 +82,7 @@ class Ranks:
         orders = Queues()
         self.learner, self.other = fleet.learner("l0"), CountingWire(fleet)
         self.learner.wire = self.own = CountingWire(fleet)
-        self.moved_to: str | None = None
-        self.connection = PartedConnection(self.own, orders, lambda: (self.moved_to, ()))
+        self.connection = PartedConnection(self.own, orders)
         self.sender = PartSender(orders, lambda address: self.other)
         self.learner.link._connect = lambda address: self.connection
         self.encoded: Callable[[Any], Any] = lambda payload: payload
@@ -202,6 +203,6 @@ def test_the_other_ranks_dial_the_syncer_that_rank_0_has_moved_to(tmp_path: Path
         both.go()
         fleet.until_commits(3)
         assert both.other.moves == []
-        both.moved_to = "10.0.0.2:2"
+        both.own.moved_to = "10.0.0.2:2"
         fleet.until_commits(3)
         assert set(both.other.moves) == {"10.0.0.2:2"}
