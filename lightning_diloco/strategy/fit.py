@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -22,17 +22,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.errors import RunOverError
 from lightning_diloco.learner.name import given_address
-from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.exit import fail_at_exit
 from lightning_diloco.strategy.data.split import fork_random_state
 from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
 from lightning_diloco.strategy.identity import note_last_step
-from lightning_diloco.strategy.inner_steps import InnerSteps, StepStrategy
+from lightning_diloco.strategy.inner_steps import InnerSteps
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import OwnState, follow
 from lightning_diloco.strategy.trainer.last_step import LastStep
+from lightning_diloco.strategy.trainer.lightning_checkpoints import SavedAs, save_again
 from lightning_diloco.strategy.trainer.lr_schedules import refresh_schedules
 from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
 from lightning_diloco.strategy.trainer.outermost import AroundValidation, Outermost
@@ -42,13 +43,12 @@ from lightning_diloco.strategy.trainer.preemption import Preemption
 from lightning_diloco.strategy.trainer.progress_bar import ProgressFields
 from lightning_diloco.strategy.trainer.stopping import Stopping
 from lightning_diloco.strategy.trainer.unfreezing import may_be_unfrozen, warn_of_untrained
-from lightning_diloco.strategy.validation import Validation, ValidationStrategy
+from lightning_diloco.strategy.validation import Validation
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_diloco.learner.link import Link
-    from lightning_diloco.learner.status import LearnerStatus
 
 log = logging.getLogger(__name__)
 
@@ -75,51 +75,11 @@ _NOTHING_COUNTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedAs:
-    """How one of Lightning's checkpoints was saved.
-
-    Args:
-        loops: state of the loops.
-        weights_only: whether it holds weights only.
-        storage_options: as given to the Trainer.
-        was_there: whether it was in a local file afterwards; it is not while AsyncCheckpointIO writes it.
-    """
-
-    loops: Any
-    weights_only: bool
-    storage_options: Any
-    was_there: bool
-
-
-class FitStrategy(StepStrategy, ValidationStrategy, Protocol):
-    """The part of the strategy that a fit uses; it differs between devices, and between one rank and several."""
-
-    _root_dir: str
-
-    @property
-    def is_global_zero(self) -> bool: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def _make_link(self) -> Link: ...
-    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]: ...
-    def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer: ...
-    def _described(self) -> ModelDescription: ...
-    def _show_anchor(self) -> None: ...
-    def _show_local(self) -> None: ...
-    def _standing(self) -> LearnerStatus | None: ...
-    def _leave(self) -> None: ...
-    def _end(self) -> None: ...
-    def _let_go(self) -> None: ...
-    def _save_again(self, saved: Mapping[str, SavedAs]) -> None: ...
-    def _close(self) -> None: ...
-
-
 class DiLoCoFit:
     """One fit; call `join` first.
 
     Args:
-        strategy: the strategy whose fit it is.
-        trainer: a Trainer that is about to train and has optimizers.
+        trainer: a Trainer with this strategy that is about to train and has optimizers.
         token_count_fn: counts the tokens of a batch; None: `TokenCounter` finds them.
 
     Attributes:
@@ -149,10 +109,10 @@ class DiLoCoFit:
     steps: InnerSteps
     validation: Validation
 
-    def __init__(self, strategy: FitStrategy, trainer: pl.Trainer, token_count_fn: TokenCountFn | None) -> None:
+    def __init__(self, trainer: pl.Trainer, token_count_fn: TokenCountFn | None) -> None:
         module = trainer.lightning_module
         check_training_step(module)
-        self._strategy = strategy
+        self._strategy: Any = trainer.strategy  # the hooks (hooks.py), which differ between devices
         self._trainer = trainer
         self._module = module
         self.params = trainable_parameters(module, may_be_unfrozen(trainer))
@@ -167,8 +127,13 @@ class DiLoCoFit:
         self.saved: dict[str, SavedAs] = {}
         self._lost: str | None = None
         self._in_run, self._in_fit, self._linked = ExitStack(), ExitStack(), ExitStack()
-        self.preemption = Preemption(strategy._learner.preemption_s)
+        self.preemption = Preemption(self._strategy._learner.preemption_s)
         self._in_fit.callback(self.preemption.close)
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether the present steps are part of the run; the steps of a tuner's trial are not."""
+        return self.is_member and self.tuner_checkpoint is None
 
     # --- joining -------------------------------------------------------------------------------------------------
 
@@ -228,13 +193,13 @@ class DiLoCoFit:
         strategy, trainer = self._strategy, self._trainer
         chosen = strategy._learner
         self.stopping = Stopping(trainer, chosen.max_fleet_tokens, strategy.evaluates_anchor)
-        self.validation = Validation(strategy, trainer, self)
+        self.validation = Validation(trainer, self)
         around = AroundValidation(trainer, strategy._show_anchor, strategy._show_local)
         self._in_run.callback(around.close)
         outermost = Outermost(strategy._leave)
         outermost.install(trainer)
         self._in_run.callback(outermost.remove, trainer)
-        self.steps = InnerSteps(strategy, trainer, self)
+        self.steps = InnerSteps(trainer, self)
         self._in_run.callback(self.steps.close)
         self.stopping.heed(self.link)
         self._in_fit.callback(LastStep(trainer, strategy._leave, strategy._end).close)
@@ -247,6 +212,13 @@ class DiLoCoFit:
         """Return the values of all parameters by name, from the values of each fragment."""
         return named_values(self.link.plan, self.link.config.block_size, self.params, values)
 
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the local parameters by name, in float64 if one of them is."""
+        values: Callable[[int], torch.Tensor] = self.device.local_values
+        if isinstance(self.device, DenseFragments) and any(p.dtype == torch.float64 for p in self.params.values()):
+            values = partial(self.device.local_values, dtype=torch.float64)
+        return self.named(values)
+
     def end_inner_step(self, output: Any) -> None:
         """Exchange what is due after an inner step, and check whether training stops."""
         self.steps.has_stepped = False
@@ -255,7 +227,7 @@ class DiLoCoFit:
                 "Training goes on after its last step, when the run was left: a callback has reset should_stop, or "
                 "raised max_epochs. From here on this learner trains alone."
             )
-        if self._strategy._exchanging:
+        if self.is_exchanging:
             self.saved.clear()
             self.steps.ended(output)
 
@@ -270,10 +242,9 @@ class DiLoCoFit:
         Raises:
             SIGTERMException: SIGTERM came meanwhile; the run is left.
         """
-        strategy = self._strategy
-        if not strategy._exchanging:
+        if not self.is_exchanging:
             return
-        link = self.link
+        strategy, link = self._strategy, self.link
         if (reason := self.stopping.why_all_end()) is not None and strategy.is_global_zero:
             link.stop_run(reason)
         note_last_step(strategy._learner)
@@ -288,7 +259,7 @@ class DiLoCoFit:
             self.validation.anchor_is_final(is_drained=shows_anchor)
         else:
             self._linked.close()
-        strategy._save_again(self.saved)
+        save_again(self._trainer, self.saved)
         if link.is_preempted:
             raise SIGTERMException
 

@@ -1,4 +1,4 @@
-"""The strategy's hooks: they call the parts of a fit (fit.py), and know no device and no network.
+"""The strategy: what it overrides in each of Lightning's strategies; the parts of a fit (fit.py) do the work.
 
 1. A fit begins at the Trainer's barrier "run-stage". By then Lightning has restored a checkpoint, moved the model to
    its device and made the optimizers; neither the sanity check nor a training loader has run. `validate`, `test`,
@@ -9,35 +9,47 @@
    before the callbacks' `on_train_end` (trainer/last_step.py). After that, the module is an ordinary one.
 4. The anchor is shown before all hooks of a validation, and the local parameters after all of them
    (trainer/outermost.py). The end of training comes before every callback's hook.
-5. trainer/lightning_checkpoints.py decides what Lightning's checkpoints hold; data/hooks.py and data/leasing.py decide
-   which data this learner reads.
+5. The launcher separates this learner's paths from other learners' before any process is started.
+6. trainer/lightning_checkpoints.py says what Lightning's checkpoints hold. The hooks for training data are in
+   data/hooks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_diloco.config import RunConfig
+from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
-from lightning_diloco.strategy.data.hooks import SplitsData, wants_link
+from lightning_diloco.strategy.data.hooks import DataHooks, wants_link
 from lightning_diloco.strategy.data.token_counter import TokenCountFn
 from lightning_diloco.strategy.fit import DiLoCoFit
+from lightning_diloco.strategy.identity import check_first_fit, learner_id
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import OwnState, copies_of_trained
-from lightning_diloco.strategy.trainer.launching import LaunchesInOwnPaths
-from lightning_diloco.strategy.trainer.lightning_checkpoints import AnchorInCheckpoints
+from lightning_diloco.strategy.trainer.lightning_checkpoints import (
+    CHECKPOINT_KEY,
+    CHECKPOINT_VERSION,
+    TUNER_CHECKPOINTS,
+    SavedAs,
+    load_local,
+)
 from lightning_diloco.strategy.trainer.parameters import describe, named_parameters
+from lightning_diloco.strategy.trainer.paths import OwnPathsFirst, run_root, separate_paths
 from lightning_diloco.strategy.trainer.preemption import EXIT_CODE
 
 if TYPE_CHECKING:
@@ -51,11 +63,14 @@ if TYPE_CHECKING:
 _NOT_COPIED = ("_fit", "_leased")
 
 
-class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
+class DiLoCoHooks(DataHooks):
     """Mixin: put it before one of Lightning's strategies."""
 
     _run_options: dict[str, Any]
+    _learner: LearnerConfig
     _token_count_fn: TokenCountFn | None
+    _fit: DiLoCoFit | None = None  # None before and after a fit
+    _has_inner = False  # whether the user chose the final class, by `inner=`
     _built: ModelDescription | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,6 +104,65 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
     def _standing(self) -> LearnerStatus | None:
         return None if self._joined is None else self._joined.link.standing()
 
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _joined(self) -> DiLoCoFit | None:
+        """The fit while this learner is a member of a run."""
+        return self._fit if self._fit is not None and self._fit.is_member else None
+
+    @property
+    def _exchanging(self) -> bool:
+        """See `DiLoCoFit.is_exchanging`; False outside a fit."""
+        return self._fit is not None and self._fit.is_exchanging
+
+    @property
+    def _present(self) -> DiLoCoFit:
+        assert self._fit is not None, "there is no fit"
+        return self._fit
+
+    # --- launch --------------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Initialize Lightning's strategy with the attributes that the Trainer has set so far."""
+        raise NotImplementedError
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        """Compare `inner=` with the Trainer's devices.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._has_inner:
+            self._check_devices(self.parallel_devices or [], self.num_nodes)  # type: ignore[attr-defined]
+        super()._configure_launcher()
+        self._launcher = self._own_launcher()
+
+    def _own_launcher(self) -> _Launcher:
+        """Return the launcher that replaces Lightning's and starts the same processes."""
+        return OwnPathsFirst(self._separate_paths, self._sigterm_came)
+
+    def _sigterm_came(self) -> None:
+        """Note SIGTERM; the signal's handler calls this."""
+        if self._fit is not None:
+            self._fit.preemption.notice()
+
+    def _separate_paths(self, trainer: pl.Trainer) -> None:
+        """Give the learner its own paths, before Lightning looks for anything there."""
+        if not wants_link(trainer):
+            return
+        check_first_fit(self._learner)
+        self._root_dir, self._run_root = trainer.default_root_dir, run_root(trainer)
+        if (name := learner_id(self._learner)) is not None:
+            self._learner = replace(self._learner, learner=name)
+            separate_paths(trainer, name)
+
     # --- start and end -------------------------------------------------------------------------------------------
 
     @override
@@ -105,7 +179,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
             self._join()
 
     def _join(self) -> None:
-        self._fit = DiLoCoFit(self, self._trainer, self._token_count_fn)
+        self._fit = DiLoCoFit(self._trainer, self._token_count_fn)
         self._fit.join()
         self._reload_train_data()
 
@@ -160,7 +234,6 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         """The exit code of this process after SIGTERM."""
         return EXIT_CODE
 
-    @override
     def _note_built(self) -> None:
         """Describe the module as the user's script has built it, before a checkpoint is loaded."""
         assert self.lightning_module is not None
@@ -200,6 +273,62 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         self.load_optimizer_state_dict(state)
         for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
             self._present.copies.restore(optimizer, held)
+
+    # --- Lightning's checkpoints ---------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state with the anchor in place of the local parameters."""
+        state = super().lightning_module_state_dict()
+        if (fit := self._joined) is not None:
+            anchor = fit.named(fit.device.anchor)
+            state.update({key: anchor[name] for key, name in fit.aliases.items() if name in anchor and key in state})
+        return state
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint, with the local parameters unless it holds weights only."""
+        if (fit := self._joined) is not None:
+            loops, is_whole = checkpoint.get("loops"), "optimizer_states" in checkpoint
+            if is_whole:
+                checkpoint[CHECKPOINT_KEY] = {"version": CHECKPOINT_VERSION, "local": self._local_parameters()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if fit is None:
+            return
+        fit.saved[os.fspath(filepath)] = SavedAs(loops, not is_whole, storage_options, os.path.exists(filepath))
+        if Path(filepath).name.startswith(TUNER_CHECKPOINTS):
+            fit.tuner_checkpoint = os.fspath(filepath)
+            fit.link.set_evaluating(True)
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; if it is a tuner's, its trial is over and exchange continues."""
+        super().remove_checkpoint(filepath)
+        if (fit := self._joined) is None:
+            return
+        fit.saved.pop(os.fspath(filepath), None)
+        if os.fspath(filepath) == fit.tuner_checkpoint:
+            fit.tuner_checkpoint = None
+            fit.link.set_evaluating(False)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the local parameters for a fit, and the anchor for everything else.
+
+        A learner that begins a run begins it with the local parameters. A learner that joins a run adopts its anchor.
+        WeightAveraging loads the trained model itself, later; it finds the local parameters in the checkpoint, too.
+        """
+        is_fit = self._trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            self._note_built()
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if is_fit and CHECKPOINT_KEY in checkpoint:
+            load_local(self._trainer.lightning_module, checkpoint)
+
+    def _local_parameters(self) -> dict[str, torch.Tensor]:
+        return self._present.local_parameters()
 
     # --- training ------------------------------------------------------------------------------------------------
 

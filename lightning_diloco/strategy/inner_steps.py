@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,17 +38,6 @@ if TYPE_CHECKING:
     from lightning_diloco.learner.link import Link
 
 
-class StepStrategy(Protocol):
-    """The part of the strategy that inner steps use."""
-
-    @property
-    def root_device(self) -> torch.device: ...
-    @property
-    def _exchanging(self) -> bool: ...
-    def _begin_inner_step(self) -> None: ...
-    def _end_inner_step(self, output: Any = None) -> None: ...
-
-
 class FitParts(Protocol):
     """The part of a fit (fit.py) that inner steps and validation use."""
 
@@ -63,12 +51,14 @@ class FitParts(Protocol):
     checkpointer: LearnerCheckpointer
     stopping: Stopping
 
+    @property
+    def is_exchanging(self) -> bool: ...
+
 
 class InnerSteps:
     """The inner steps of one fit, from the join of the run until it is left.
 
     Args:
-        strategy: the strategy of this learner.
         trainer: the Trainer of the fit.
         fit: a fit that has joined the run.
 
@@ -78,8 +68,8 @@ class InnerSteps:
         num_ended: number of inner steps that have ended.
     """
 
-    def __init__(self, strategy: StepStrategy, trainer: pl.Trainer, fit: FitParts) -> None:
-        self._strategy = strategy
+    def __init__(self, trainer: pl.Trainer, fit: FitParts) -> None:
+        self._strategy: Any = trainer.strategy
         self._trainer = trainer
         self._fit = fit
         self._raw_steps = RawSteps(list(fit.params.values()), self._raw_step)
@@ -109,9 +99,9 @@ class InnerSteps:
     def batch_begins(self) -> None:
         """Take a checkpoint if one is due; between two batches, no step is in progress."""
         self._frozen_later.batch_begins()
-        self.num_batches += self._strategy._exchanging
+        self.num_batches += self._fit.is_exchanging
         self._raw_steps.batch_begins()
-        if self._strategy._exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
+        if self._fit.is_exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
             self._fit.link.held_up(held_up_s)
 
     @contextmanager
@@ -139,7 +129,7 @@ class InnerSteps:
         """Surround a step that Lightning does not see."""
         self._has_seen_step = True
         self._frozen_later.step_begins()
-        if not self._strategy._exchanging or not self._trainer.training:
+        if not self._fit.is_exchanging or not self._trainer.training:
             yield
             return
         ends = self._trainer.lightning_module.automatic_optimization and self._fit.counter.has_counted

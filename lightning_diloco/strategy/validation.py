@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
-from lightning_diloco.config import LearnerConfig
 from lightning_diloco.learner.name import given_address
 from lightning_diloco.strategy.inner_steps import FitParts
 from lightning_diloco.strategy.trainer.losses import (
@@ -26,29 +25,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class ValidationStrategy(Protocol):
-    """The part of the strategy that validation uses."""
-
-    _learner: LearnerConfig
-
-    @property
-    def evaluates_anchor(self) -> bool: ...
-    @property
-    def _exchanging(self) -> bool: ...
-    def _set_evaluating(self, evaluating: bool) -> None: ...
-
-
 class Validation:
     """The validations of one fit.
 
     Args:
-        strategy: the strategy of this learner.
         trainer: the Trainer of the fit.
         fit: a fit that has joined the run.
     """
 
-    def __init__(self, strategy: ValidationStrategy, trainer: pl.Trainer, fit: FitParts) -> None:
-        self._strategy = strategy
+    def __init__(self, trainer: pl.Trainer, fit: FitParts) -> None:
+        self._strategy: Any = trainer.strategy
         self._trainer = trainer
         self._fit = fit
         self._is_final = False
@@ -56,18 +42,18 @@ class Validation:
 
     def show_anchor(self) -> None:
         """Show the anchor; called before all hooks of a validation."""
-        if self._strategy._exchanging and not self._trainer.sanity_checking:
+        if self._fit.is_exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(True)
             self._fit.stopping.validation_starts(self._fit.link)
 
     def show_local(self) -> None:
         """Show the local parameters again; called after all hooks of a validation."""
-        if self._strategy._exchanging and not self._trainer.sanity_checking:
+        if self._fit.is_exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(False)
 
     def ended(self) -> None:
         """Note the results of the validation that ends now."""
-        if self._strategy._exchanging and not self._trainer.sanity_checking:
+        if self._fit.is_exchanging and not self._trainer.sanity_checking:
             if self._strategy.evaluates_anchor:
                 self._fit.stopping.anchor_was_validated(self._fit.link)
                 if (loss := val_loss(self._trainer)) is not None:

@@ -113,7 +113,7 @@ class RanksHooks(DiLoCoHooks):
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
     def _ask_parts(self) -> None:
-        """See `SplitsData._ask_parts`. Compare the settings of all ranks first, before a rank waits for a syncer."""
+        """See `DataHooks._ask_parts`. Compare the settings of all ranks first, before a rank waits for a syncer."""
         if wants_link(self._trainer) and self._ranks_ahead is None:
             self._ranks_ahead = self._alike()
         super()._ask_parts()
@@ -229,7 +229,7 @@ class RanksHooks(DiLoCoHooks):
             self._connector.use_distributed_sampler = False
 
     def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches:
-        """See `LeasesData._leased_batches`."""
+        """See `DataHooks._leased_batches`."""
         from lightning_diloco.strategy.data.rank_batches import RankBatches
 
         handout, of_all = self._ranks.hand_out(self._shares), None
@@ -244,7 +244,7 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def _may_change_data(self) -> bool:
-        """See `LeasesData._may_change_data`. This is the user's value, also while `barrier` overrides it."""
+        """See `DataHooks._may_change_data`. This is the user's value, also while `barrier` overrides it."""
         return bool(getattr(self, "_use_distributed_sampler", super()._may_change_data))
 
     @property

@@ -1,4 +1,4 @@
-"""The strategy's hooks for training data: they give this learner its part of the data (split.py, leased_part.py).
+"""The strategy's hooks for training data: they give this learner its part of the data, or lease it.
 
 1. Rank 0 asks for the number of parts before `configure_optimizers` and before a training loader is made. So values
    that depend on the length of an epoch (`estimated_stepping_batches`, intervals of validation) fit a part. The number
@@ -10,17 +10,24 @@
 4. If the Trainer makes its loaders again during the fit, their data may change, so they are not leased.
 5. If a part has fewer batches than `val_check_interval`, and the whole has at least as many, validation batches are
    counted across the ends of epochs.
+6. Data modules that can be leased ask for a loader in `train_dataloader`. Before the join, nothing can be leased. The
+   data module makes its own loader then, and Lightning calls `train_dataloader` again after the join. A second request
+   for the same data returns the same loader, so that no range stays half read.
+7. A leased batch counts when it is moved to the device for a step that is exchanged; a batch of a tuner's trial does
+   not. With several ranks, rank 0 leases for all ranks (rank_batches.py).
+8. Of users' own loaders, shuffled ones are leased by their indices (leased_part.py); others are split (split.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -29,20 +36,28 @@ from typing_extensions import override
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import ConfigError, DiLoCoError, JoinError, RunOverError
 from lightning_diloco.strategy.data.leased_part import MIN_SAMPLES, ShuffledRanges, can_be_leased, lease_instead
-from lightning_diloco.strategy.data.leasing import LeasesData
+from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, RangeLoader, Ranges, SizedRangeLoader
 from lightning_diloco.strategy.data.split import in_own_order, is_at, order_number, order_seed, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
+    from lightning_diloco.strategy.fit import DiLoCoFit
+
 log = logging.getLogger(__name__)
 
 
-class SplitsData(LeasesData):
-    """Mixin of `DiLoCoHooks`."""
+class DataHooks(Strategy):
+    """Base class of `DiLoCoHooks`, which has the fit."""
 
     _learner: LearnerConfig
+    _trainer: pl.Trainer
+    _joined: DiLoCoFit | None
+    _present: DiLoCoFit
+    _leased: RangeLoader | None = None
+    _leased_as: tuple[object, ...] = ()
+    _leased_whole: int | None = None
     _parts_ahead: int | None = None
     _preparing_train_loader = False
     _is_share_said = False
@@ -180,6 +195,89 @@ class SplitsData(LeasesData):
     def _reload_train_data(self) -> None:
         """Drop a loader that was made before the join; the fit loop makes it again."""
         self._trainer.fit_loop._combined_loader = None
+
+    # --- leases --------------------------------------------------------------------------------------------------
+
+    def lease(
+        self, ranges: Ranges, *, batch_size: int, collate: Callable[[torch.Tensor], Any], num_batches: int | None
+    ) -> RangeLoader | None:
+        """Return a loader of leased training data; data modules call this in `train_dataloader`.
+
+        Args:
+            ranges: the data.
+            batch_size: samples per batch of this process.
+            collate: makes a batch from samples.
+            num_batches: batches of this size in all the data; None if unknown.
+
+        Returns:
+            A loader whose epoch is as long as one part of the data; None if there is no run now, or if the Trainer
+            does not allow a strategy to change its loaders (`use_distributed_sampler=False`).
+        """
+        if (fit := self._joined) is None or not self._may_change_data:
+            return None
+        _, parts = fit.link.data_part or (0, 1)
+        share = None if num_batches is None else max(1, num_batches // (parts * self._num_readers))
+        self._leased_whole = num_batches
+        return self._lease(ranges, batch_size, collate, share)
+
+    def _lease(
+        self, ranges: Ranges, batch_size: int, collate: Callable[[torch.Tensor], Any], num_batches: int | None
+    ) -> RangeLoader | None:
+        """Return a loader of leased data, with `num_batches` per epoch; None if the link leases nothing."""
+        wanted = (ranges.catalogue, batch_size, num_batches)
+        if self._leased is not None and self._leased_as == wanted:
+            return self._leased
+        self._close_leased()
+        if (batches := self._leased_batches(ranges, batch_size)) is None:
+            return None
+        if num_batches is None:
+            self._leased = RangeLoader(batches, collate=collate)
+        else:
+            self._leased = SizedRangeLoader(batches, num_batches=num_batches, collate=collate)
+        self._leased_as = wanted
+        rank_zero_info("The training data are leased from the run, range by range, by the learners that are there.")
+        return self._leased
+
+    def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches | None:
+        """Return the batches of this process; None if the link leases nothing."""
+        can_lease = getattr(self._present.link, "lease", None)
+        if can_lease is None:
+            return None
+        return RangeBatches(ranges, can_lease(ranges.catalogue), batch_size=batch_size, seed=self._own_seed)
+
+    @property
+    def _own_seed(self) -> int:
+        """Seed of the order in which this learner reads without a lease."""
+        link = self._present.link
+        return order_seed(link.data_seed, link.slot)
+
+    @property
+    def _num_readers(self) -> int:
+        """Number of processes of this learner that train with different samples."""
+        return 1
+
+    @property
+    def _may_change_data(self) -> bool:
+        """Whether the Trainer allows a strategy to change its loaders."""
+        return bool(self._trainer._accelerator_connector.use_distributed_sampler)
+
+    def _note_leased(self, tokens: int | None) -> None:
+        """Note that a training batch is moved to the device.
+
+        Args:
+            tokens: tokens in the batch; None if it is for a tuner's trial.
+        """
+        if self._leased is None:
+            return
+        if tokens is None:
+            self._leased.tried()
+        else:
+            self._leased.trained(tokens)
+
+    def _close_leased(self) -> None:
+        if self._leased is not None:
+            self._leased.close()
+        self._leased = None
 
 
 def wants_link(trainer: pl.Trainer) -> bool:

@@ -18,7 +18,7 @@ Random states are those of torch, CUDA, numpy and Python; the random state of an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
@@ -34,34 +34,10 @@ from lightning_diloco.strategy.trainer.parameters import named_parameters
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from lightning_diloco.strategy.recovery.own_state import OwnState
 
 Groups = list[list[list[str | None]]]
 
 DATA = "datamodule"
-
-
-class HoldsState(Protocol):
-    """The part of the strategy whose state is taken and restored here."""
-
-    own_state: OwnState
-
-    @property
-    def _holds_all(self) -> bool:
-        """Whether this process holds whole parameters, not shards."""
-
-    @property
-    def exchanged(self) -> Mapping[str, nn.Parameter]:
-        """Exchanged parameters by name; some may be frozen for now."""
-
-    def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer for this learner's own checkpoints."""
-
-    def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers from `state["optimizer_states"]`."""
 
 
 def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
@@ -76,7 +52,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     """
     data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
     own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
-    strategy = cast("HoldsState", trainer.strategy)
+    strategy: Any = trainer.strategy
     state = {
         "kinds": _kinds(trainer),
         "groups": _groups(trainer),
@@ -107,7 +83,8 @@ def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
         return f"it is of {state['kinds']}, this learner has {kinds}"
     if problem := _objection_to_groups(trainer, state["groups"]):
         return problem
-    if problem := cast("HoldsState", trainer.strategy).own_state.objection(state["module"]):
+    strategy: Any = trainer.strategy
+    if problem := strategy.own_state.objection(state["module"]):
         return problem
     numbers = [t for t in tree_leaves(state["optimizer_states"]) if isinstance(t, Tensor) and t.is_floating_point()]
     if not is_own and not all(bool(torch.isfinite(t).all()) for t in numbers):
@@ -127,7 +104,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     if not is_own:
         loops = {**loops, "state_dict": {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}}
     trainer.fit_loop.load_state_dict(loops)
-    strategy = cast("HoldsState", trainer.strategy)
+    strategy: Any = trainer.strategy
     strategy.own_state.give(state["module"])
     _unfreeze(trainer, state)
     strategy.give_optimizer_states(state)
@@ -194,7 +171,8 @@ def _unfreeze(trainer: pl.Trainer, state: State) -> None:
     for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
         for names in groups[len(optimizer.param_groups) :]:
             optimizer.add_param_group({"params": [params[name] for name in names]})
-    for name, p in cast("HoldsState", trainer.strategy).exchanged.items():
+    strategy: Any = trainer.strategy
+    for name, p in strategy.exchanged.items():
         p.requires_grad_(name in state["trainable"])
 
 
