@@ -89,13 +89,13 @@ class DiLoCoFit:
         counter: counts the batches of an inner step.
         copies: the optimizers' copies of parameters.
         preemption: watches for SIGTERM.
-        link: the link to the syncer; `join` makes this and the attributes up to `validation`.
+        validation: handles each validation.
+        link: the link to the syncer; `join` makes this and the attributes up to `steps`.
         device: holds the fragments' anchors.
         own_state: the module's state that is not exchanged.
         checkpointer: writes this learner's checkpoints.
         stopping: decides when training stops.
         steps: handles each inner step.
-        validation: handles each validation.
         is_member: whether the run was joined and not yet left.
         tuner_checkpoint: path of the checkpoint that a tuner restores after its trial; None: there is no trial.
         saved: Lightning's checkpoints since the last step, by path.
@@ -107,7 +107,6 @@ class DiLoCoFit:
     checkpointer: LearnerCheckpointer
     stopping: Stopping
     steps: InnerSteps
-    validation: Validation
 
     def __init__(self, trainer: pl.Trainer, token_count_fn: TokenCountFn | None) -> None:
         module = trainer.lightning_module
@@ -122,6 +121,7 @@ class DiLoCoFit:
         self.counter = TokenCounter(token_count_fn)
         self.copies = ParameterCopies(self.params)
         self.copies.look(trainer.optimizers)
+        self.validation = Validation(trainer, self)
         self.is_member = False
         self.tuner_checkpoint: str | None = None
         self.saved: dict[str, SavedAs] = {}
@@ -193,7 +193,6 @@ class DiLoCoFit:
         strategy, trainer = self._strategy, self._trainer
         chosen = strategy._learner
         self.stopping = Stopping(trainer, chosen.max_fleet_tokens, strategy.evaluates_anchor)
-        self.validation = Validation(trainer, self)
         around = AroundValidation(trainer, strategy._show_anchor, strategy._show_local)
         self._in_run.callback(around.close)
         outermost = Outermost(strategy._leave)

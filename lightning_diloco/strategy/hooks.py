@@ -408,5 +408,5 @@ class DiLoCoHooks(DataHooks):
         if self._fit is not None:
             self._fit.validation.show_local()
 
-    def _set_evaluating(self, evaluating: bool) -> None:
-        self._present.validation.set_evaluating(evaluating)
+    def _drop_gathered(self) -> None:
+        """Drop gathered parameters, if there are any, so that the next forward gathers them again."""

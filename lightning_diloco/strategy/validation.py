@@ -30,26 +30,29 @@ class Validation:
 
     Args:
         trainer: the Trainer of the fit.
-        fit: a fit that has joined the run.
+        fit: the fit.
+
+    Attributes:
+        shows_anchor: whether a validation of this fit sees the anchor now.
     """
 
     def __init__(self, trainer: pl.Trainer, fit: FitParts) -> None:
         self._strategy: Any = trainer.strategy
         self._trainer = trainer
         self._fit = fit
-        self._is_final = False
+        self.shows_anchor = self._is_final = False
         self._verdict: Verdict = (None, NOT_VALIDATED)
 
     def show_anchor(self) -> None:
         """Show the anchor; called before all hooks of a validation."""
         if self._fit.is_exchanging and not self._trainer.sanity_checking:
-            self._strategy._set_evaluating(True)
+            self._set_evaluating(True)
             self._fit.stopping.validation_starts(self._fit.link)
 
     def show_local(self) -> None:
         """Show the local parameters again; called after all hooks of a validation."""
         if self._fit.is_exchanging and not self._trainer.sanity_checking:
-            self._strategy._set_evaluating(False)
+            self._set_evaluating(False)
 
     def ended(self) -> None:
         """Note the results of the validation that ends now."""
@@ -61,11 +64,13 @@ class Validation:
         elif self._is_final and self._verdict[1] == NOT_VALIDATED:
             self._verdict = verdict(self._trainer)
 
-    def set_evaluating(self, evaluating: bool) -> None:
+    def _set_evaluating(self, evaluating: bool) -> None:
         """Tell the link, and let the anchor and the local parameters change places."""
+        self._strategy._drop_gathered()
         self._fit.link.set_evaluating(evaluating)
         if self._strategy.evaluates_anchor:
             (self._fit.device.show_anchor if evaluating else self._fit.device.show_local)()
+            self.shows_anchor = evaluating
 
     def anchor_is_final(self, *, is_drained: bool) -> None:
         """Note that this was the run's last learner, so that the next validation is that of the final anchor.

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 class ShardedHooks(RanksHooks):
     """Mixin: put it before one of Lightning's strategies that shard the model."""
 
-    _anchor_is_shown = False
     _holds_all = False
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
@@ -40,10 +39,6 @@ class ShardedHooks(RanksHooks):
     def _live_parts(self) -> Mapping[str, Tensor]:
         """Return this rank's part of each parameter by name; each access yields the present tensor."""
         return {name: part.detach() for name, (part, _) in self._held().items()}
-
-    def _drop_gathered(self) -> None:
-        """Drop gathered parameters, so that the next forward gathers them again."""
-        raise NotImplementedError
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -74,14 +69,9 @@ class ShardedHooks(RanksHooks):
 
     # --- anchors for validation and checkpoints ------------------------------------------------------------------
 
-    def _set_evaluating(self, evaluating: bool) -> None:
-        self._drop_gathered()
-        super()._set_evaluating(evaluating)
-        self._anchor_is_shown = evaluating and self.evaluates_anchor
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with the anchor in place of the local parameters."""
-        if (fit := self._joined) is None or self._anchor_is_shown:
+        if (fit := self._joined) is None or fit.validation.shows_anchor:
             return self._inner_state_dict()
         self._drop_gathered()
         fit.device.show_anchor()

@@ -101,8 +101,6 @@ class Hosts(SingleDeviceXLAStrategy, ParallelStrategy):
 class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
     """A learner with all XLA devices of several hosts; each host exchanges the values on its own devices."""
 
-    _anchor_is_shown = False
-
     def _bind(self) -> None:
         decided = {name: getattr(self, name) for name in ("cluster_environment", "parallel_devices")}
         super()._bind()
@@ -150,13 +148,9 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
 
     # --- anchors for validation and checkpoints ------------------------------------------------------------------
 
-    def _set_evaluating(self, evaluating: bool) -> None:
-        super()._set_evaluating(evaluating)
-        self._anchor_is_shown = evaluating and self.evaluates_anchor
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with the anchor in place of the local parameters, on all hosts."""
-        if (fit := self._joined) is None or self._anchor_is_shown:
+        if (fit := self._joined) is None or fit.validation.shows_anchor:
             return self._fetched(SingleDeviceXLAStrategy.lightning_module_state_dict(self))
         fit.device.show_anchor()
         try:
