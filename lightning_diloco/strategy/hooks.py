@@ -40,7 +40,7 @@ from lightning_diloco.strategy.data.token_counter import TokenCountFn
 from lightning_diloco.strategy.fit import DiLoCoFit
 from lightning_diloco.strategy.identity import check_first_fit, learner_id
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
-from lightning_diloco.strategy.recovery.own_state import OwnState, copies_of_trained
+from lightning_diloco.strategy.recovery.own_state import copies_of_trained
 from lightning_diloco.strategy.trainer.lightning_checkpoints import (
     CHECKPOINT_KEY,
     CHECKPOINT_VERSION,
@@ -85,16 +85,6 @@ class DiLoCoHooks(DataHooks):
     def membership(self) -> tuple[str, str] | None:
         """(run, learner) while this learner is a member of a run; None otherwise."""
         return None if self._joined is None else (self._joined.link.run, self._joined.link.learner_id)
-
-    @property
-    def exchanged(self) -> Mapping[str, nn.Parameter]:
-        """Exchanged parameters by name; some may be frozen for now."""
-        return self._present.params
-
-    @property
-    def own_state(self) -> OwnState:
-        """The module's state that is not exchanged."""
-        return self._present.own_state
 
     @property
     def evaluates_anchor(self) -> bool:

@@ -53,11 +53,12 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
     own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
     strategy: Any = trainer.strategy
+    fit = strategy._present
     state = {
         "kinds": _kinds(trainer),
         "groups": _groups(trainer),
-        "trainable": [name for name, p in strategy.exchanged.items() if p.requires_grad],
-        "module": strategy.own_state.take(),
+        "trainable": [name for name, p in fit.params.items() if p.requires_grad],
+        "module": fit.own_state.take(),
         "loops": trainer.fit_loop.state_dict(),
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "optimizer_states": [strategy.held_optimizer_state(optimizer) for optimizer in trainer.optimizers],
@@ -83,8 +84,7 @@ def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
         return f"it is of {state['kinds']}, this learner has {kinds}"
     if problem := _objection_to_groups(trainer, state["groups"]):
         return problem
-    strategy: Any = trainer.strategy
-    if problem := strategy.own_state.objection(state["module"]):
+    if problem := trainer.strategy._present.own_state.objection(state["module"]):
         return problem
     numbers = [t for t in tree_leaves(state["optimizer_states"]) if isinstance(t, Tensor) and t.is_floating_point()]
     if not is_own and not all(bool(torch.isfinite(t).all()) for t in numbers):
@@ -105,7 +105,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
         loops = {**loops, "state_dict": {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}}
     trainer.fit_loop.load_state_dict(loops)
     strategy: Any = trainer.strategy
-    strategy.own_state.give(state["module"])
+    strategy._present.own_state.give(state["module"])
     _unfreeze(trainer, state)
     strategy.give_optimizer_states(state)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
@@ -119,7 +119,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     for each in finetuning:
         each._restarting = False  # else the next fit would restore this fit's groups
     if is_own:
-        checkpoint_hooks.give(trainer, state, strategy.exchanged)
+        checkpoint_hooks.give(trainer, state, strategy._present.params)
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 
@@ -171,8 +171,7 @@ def _unfreeze(trainer: pl.Trainer, state: State) -> None:
     for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
         for names in groups[len(optimizer.param_groups) :]:
             optimizer.add_param_group({"params": [params[name] for name in names]})
-    strategy: Any = trainer.strategy
-    for name, p in strategy.exchanged.items():
+    for name, p in trainer.strategy._present.params.items():
         p.requires_grad_(name in state["trainable"])
 
 

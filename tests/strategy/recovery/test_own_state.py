@@ -25,7 +25,7 @@ class Takes(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.strategy.membership:
-            self.state = {name: value.clone() for name, value in trainer.strategy.own_state.take().items()}
+            self.state = {name: value.clone() for name, value in trainer.strategy._present.own_state.take().items()}
 
 
 @pytest.mark.parametrize("kind", OWN_STATE)
