@@ -79,7 +79,7 @@ class Link:
     differing: Collection[str]
 
     def __init__(self) -> None:
-        self._watch = StepTimer()
+        self._timer = StepTimer()
         self._losses: dict[str, float] = {}
         self._unit: str | None = None
         self._changed = threading.Condition(threading.RLock())
@@ -158,14 +158,14 @@ class Link:
         began_s = time.perf_counter()
         agreed = self._agree()
         entered_s = time.perf_counter()
-        self._watch.stall_s += entered_s - began_s
+        self._timer.stall_s += entered_s - began_s
         self._check_unit(unit)
         tokens, self._skipped_tokens = tokens + agreed.tokens + self._skipped_tokens, 0
         self._tokens += tokens
-        self._watch.entered(entered_s, tokens)
+        self._timer.entered(entered_s, tokens)
         with self._changed:  # the machine and the anchors change together
             num_exchanges = self._end_step(tokens)
-        self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
+        self._timer.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
 
     def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
         """Announce a step to the other ranks when all its batches are known. Only for learners with several ranks.
@@ -178,7 +178,7 @@ class Link:
         """
         entered_s = time.perf_counter()
         self._begin(tokens=tokens, num_asked=int(is_asked), saves=saves, stops=stops)
-        self._watch.stall_s += time.perf_counter() - entered_s
+        self._timer.stall_s += time.perf_counter() - entered_s
 
     def skip_step(self) -> None:
         """Cancel the step that `begin_step` announced. Its tokens count in the next step."""
@@ -188,13 +188,13 @@ class Link:
         """Finish the copies that snapshots have scheduled. Call this before parameters change."""
         entered_s = time.perf_counter()
         self.device.settle()
-        self._watch.settled(time.perf_counter() - entered_s)
+        self._timer.settled(time.perf_counter() - entered_s)
 
     def set_evaluating(self, evaluating: bool) -> None:
         """Note that validation, or a trial that must not be exchanged, begins or ends."""
         self._raise_error()
         self.settle()
-        self._watch.interrupted()
+        self._timer.interrupted()
         self._handle(events.Evaluating(evaluating))
 
     def _begin(self, **said: Any) -> None:
@@ -225,8 +225,8 @@ class Link:
 
     def held_up(self, for_s: float) -> None:
         """Count time for which other code of this package held the training thread as stall."""
-        self._watch.interrupted()
-        self._watch.stall_s += for_s
+        self._timer.interrupted()
+        self._timer.stall_s += for_s
 
     def set_eval_loss(self, loss: float) -> None:
         """Set the loss of the anchor that this learner has evaluated."""

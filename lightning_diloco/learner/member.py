@@ -81,7 +81,7 @@ class Member(Link):
         self._connection: LargeConnection | None = None
         self._session = secrets.token_hex(16)  # nonce of this process
         self._state: LearnerState | None = None
-        self._desk: LeaseClient | None = None
+        self._leases: LeaseClient | None = None
         self._left: actions.Left | None = None
         self._has_verdict = False
 
@@ -113,7 +113,7 @@ class Member(Link):
         self._unit = None if unit is None else str(unit)
         self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
         with self._changed:  # the new threads handle no event before all attributes are set
-            self._line = ControlChannel(
+            self._control = ControlChannel(
                 self._connection,
                 self._session,
                 joined.cursor,
@@ -122,7 +122,7 @@ class Member(Link):
                 reconnect=self._reconnect,
                 tick=self._tick,
             )
-            self._freight = FragmentExchange(
+            self._exchange = FragmentExchange(
                 self._connection,
                 self._session,
                 self.device,
@@ -130,7 +130,7 @@ class Member(Link):
                 config=self.config,
                 crew=self._crew,
                 handle=self._handle,
-                is_online=lambda: self._line.is_online,
+                is_online=lambda: self._control.is_online,
                 expect=self._expect,
                 num_lanes=1 if self._has_ranks else 1 + len(self._sharded.shards),  # ranks upload one at a time
             )
@@ -147,16 +147,16 @@ class Member(Link):
 
     def lease(self, catalogue: Catalogue) -> LeaseClient:
         """See `Link.lease`."""
-        self._desk = LeaseClient(
+        self._leases = LeaseClient(
             self._machine.lessee,
             self._changed,
             catalogue,
             self._raise_error,
             ask=self._tick,
-            is_online=lambda: self._line.is_online,
+            is_online=lambda: self._control.is_online,
             waited=self.held_up,
         )
-        return self._desk
+        return self._leases
 
     # --------------------------------------------------------------------------------------------- the protocol machine
 
@@ -176,30 +176,30 @@ class Member(Link):
         match action:
             case actions.Say():
                 message = action.message
-                self._line.say(placed(message) if isinstance(message, messages.Hello) else message)
+                self._control.say(placed(message) if isinstance(message, messages.Hello) else message)
             case actions.Snapshot():
-                self._freight.encode(action.ready)
+                self._exchange.encode(action.ready)
                 return 1
             case actions.Upload():
-                self._freight.upload(action.ready)
+                self._exchange.upload(action.ready)
             case actions.Fetch():
-                self._freight.fetch(action)
+                self._exchange.fetch(action)
             case actions.Land():
-                self._freight.land(action.fragment)
+                self._exchange.land(action.fragment)
                 self.num_landings += 1
                 return 1
             case actions.Forget():
-                self._freight.forget(action.fragment, action.seq)
+                self._exchange.forget(action.fragment, action.seq)
             case actions.Warn():
                 log.warning("%s", action.text)
             case actions.Fail():
                 self._fail(getattr(errors, action.error)(action.text))
             case actions.SayHello():
-                self._line.introduce()
+                self._control.introduce()
             case actions.Left():
                 self._left = action
-                self._freight.forget_all()
-                self._line.hurry()
+                self._exchange.forget_all()
+                self._control.hurry()
         return 0
 
     def _hear(self, message: messages.FromSyncer) -> None:
@@ -251,21 +251,21 @@ class Member(Link):
         return self._machine.stopped
 
     def _end_step(self, tokens: int) -> int:
-        state, watch = self._machine, self._watch
-        state.step_s, state.long_step_s, state.tokens_per_s = watch.step_s, watch.long_step_s, watch.tokens_per_s
+        state, timer = self._machine, self._timer
+        state.step_s, state.long_step_s, state.tokens_per_s = timer.step_s, timer.long_step_s, timer.tokens_per_s
         state.metrics = self._reported()
         return self._handle(events.StepDone(state.step + 1, self._tokens, self._collected(tokens)))
 
     def _collected(self, tokens: int) -> tuple[Piece, ...]:
         """Return the leased data of a step with this number of tokens; empty if no data are leased."""
-        return self._desk.collect() if self._desk else ()
+        return self._leases.collect() if self._leases else ()
 
     # ---------------------------------------------------------------------------------------------------------- metrics
 
     def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
         """See `Link.set_loss`."""
         if aside:
-            self._freight.aside(partial(self._set_late_loss, read))
+            self._exchange.aside(partial(self._set_late_loss, read))
         elif (loss := read()) is not None:
             self._losses[LOSS] = loss
 
@@ -277,16 +277,16 @@ class Member(Link):
     def metrics(self) -> dict[str, float]:
         """See `Link.metrics`."""
         with self._changed:
-            return status.metrics(self._machine, self._watch, self._freight, self._line)
+            return status.metrics(self._machine, self._timer, self._exchange, self._control)
 
     def standing(self) -> status.LearnerStatus:
         """See `Link.standing`."""
         with self._changed:
-            return status.standing(self._machine, self._line)
+            return status.standing(self._machine, self._control)
 
     def _reported(self) -> dict[str, float]:
         """Return the metrics for the syncer, which go out with heartbeats and with the leave."""
-        own = {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, TRAINER_STEP: self.trainer_step}
+        own = {STALL: self._timer.stall_s, EXCHANGE_P95: self._timer.exchange_p95_s, TRAINER_STEP: self.trainer_step}
         counts = {} if self._unit is None else {COUNTS_TOKENS: float(self._unit == "tokens")}
         ranks = {} if self.rank_bytes is None else {RANK_BYTES: float(self.rank_bytes)}
         return {**own, **counts, **self._losses, **ranks}
@@ -298,7 +298,7 @@ class Member(Link):
     ) -> bool:
         """See `Link.finish`."""
         self._raise_error()
-        self._watch.interrupted()
+        self._timer.interrupted()
         with self._changed:
             self._machine.metrics = self._reported()
         self._handle(events.Finish(reason, within_s=within_s))
@@ -329,7 +329,7 @@ class Member(Link):
             if wait_s <= 0.0:
                 break
             with self._boundary():
-                is_online = self._line.is_online
+                is_online = self._control.is_online
                 self._handle(events.Pause(is_online))
                 if was_online and not is_online and wait_s > grace_s:
                     log.warning("the last contributions wait for the syncer to return; Ctrl-C leaves without them")
@@ -351,7 +351,7 @@ class Member(Link):
         """Fetch the newest anchors. They are final, because no other learner takes part."""
         try:
             for p, f in enumerate(self._machine.fragments):
-                final = retry(partial(self._freight.take_final, p, f.generation, f.landed), within_s=FINAL_ANCHOR_S)
+                final = retry(partial(self._exchange.take_final, p, f.generation, f.landed), within_s=FINAL_ANCHOR_S)
                 with self._changed:
                     f.ended_at(*final)
         except DiLoCoError as error:
@@ -361,21 +361,21 @@ class Member(Link):
         """See `Link.report`."""
         self._has_verdict = True
         shown = None if reason is None else reason[: limits.MAX_CHARS]  # it may name all metrics of a validation
-        self._line.say_now(messages.Evaluated(eval_loss, shown), within_s=within_s)
+        self._control.say_now(messages.Evaluated(eval_loss, shown), within_s=within_s)
 
     def _say_goodbye(self) -> None:
         if self._state is None:
             return
-        if self._left is None and self._line.is_online and not isinstance(self._error, errors.FencedError):
+        if self._left is None and self._control.is_online and not isinstance(self._error, errors.FencedError):
             self._handle(events.Finish("failed", drain=False))
             self._wait_for_leave(GOODBYE_S)
-        self._line.hurry()
+        self._control.hurry()
         if self._left is not None and self._left.is_last and not self._has_verdict:
             self.report(None, "the last learner ended without validating the anchor", within_s=GOODBYE_S)
 
     def _stop(self) -> None:
         if self._state is not None:
-            self._freight.stop()
+            self._exchange.stop()
         if self._connection is not None:
             self._connection.close()
 

@@ -30,36 +30,36 @@ class LearnerStatus:
     offline_s: float | None
 
 
-def standing(machine: LearnerState, line: ControlChannel) -> LearnerStatus:
+def standing(machine: LearnerState, control: ControlChannel) -> LearnerStatus:
     """Return the status; the caller must hold the state machine's lock."""
     landed = [f.landed for f in machine.fragments]
     return LearnerStatus(
         versions=(min(landed), max(landed)),
         staleness_versions=machine.staleness_versions,
         in_flight=tuple(p for p, f in enumerate(machine.fragments) if f.outstanding is not None),
-        num_learners=line.news.num_learners,
-        offline_s=line.outage_s,
+        num_learners=control.news.num_learners,
+        offline_s=control.outage_s,
     )
 
 
 def metrics(
-    machine: LearnerState, watch: StepTimer, freight: FragmentExchange, line: ControlChannel
+    machine: LearnerState, timer: StepTimer, exchange: FragmentExchange, control: ControlChannel
 ) -> dict[str, float]:
     """Return the known metrics, by name; the caller must hold the state machine's lock."""
-    news = line.news
+    news = control.news
     told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
     return {
-        STALL: watch.stall_s,
-        EXCHANGE_P95: watch.exchange_p95_s,
-        "diloco/num_exchanges": float(watch.num_exchanges),
+        STALL: timer.stall_s,
+        EXCHANGE_P95: timer.exchange_p95_s,
+        "diloco/num_exchanges": float(timer.num_exchanges),
         "diloco/staleness_versions": float(machine.staleness_versions),
-        "diloco/pseudo_gradient_norm": freight.norm,
-        "diloco/quantization_error": freight.relative_error,
-        "diloco/offline_s": line.offline_s,
-        "diloco/bytes_up": float(freight.bytes_up),
-        "diloco/bytes_down": float(freight.bytes_down),
+        "diloco/pseudo_gradient_norm": exchange.norm,
+        "diloco/quantization_error": exchange.relative_error,
+        "diloco/offline_s": control.offline_s,
+        "diloco/bytes_up": float(exchange.bytes_up),
+        "diloco/bytes_down": float(exchange.bytes_down),
         "diloco/tokens_repeated": float(machine.lessee.num_repeated),
-        "perf/tokens_per_s": watch.tokens_per_s,
-        "perf/step_s": watch.step_s,
+        "perf/tokens_per_s": timer.tokens_per_s,
+        "perf/step_s": timer.step_s,
         **{name: float(value) for name, value in told.items() if value is not None},
     }

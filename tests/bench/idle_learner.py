@@ -71,7 +71,7 @@ class WaitForSyncer(L.Callback):
     """Waits for the syncer before each step, which a learner must not do."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        while not trainer.strategy._present.link._line.is_online:
+        while not trainer.strategy._present.link._control.is_online:
             time.sleep(0.001)
 
 

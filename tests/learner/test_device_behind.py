@@ -55,7 +55,7 @@ def test_training_continues_while_an_anchor_is_read_from_a_device_that_is_behind
 
         monkeypatch.setattr(device, "anchor", anchor_in_time)
         behind.wire.is_cut = True
-        until(lambda: not behind.link._line.is_online, "noticing the cut")
+        until(lambda: not behind.link._control.is_online, "noticing the cut")
         behind.wire.is_cut = False
         assert asked.wait(20.0), "who is back says hello, with what it holds"
         before = behind.steps

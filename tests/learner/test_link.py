@@ -140,7 +140,7 @@ def test_a_learner_that_has_left_does_not_report_the_end_of_the_syncer(
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("l0").go()
         fleet.until_commits(1)
-        line = learner.link._line
+        line = learner.link._control
         learner.wire.is_cut = True
         until(lambda: "cannot be reached" in caplog.text, "a warning while it trains")
         learner.wire.is_cut = False
@@ -162,12 +162,12 @@ def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> No
         away, other = fleet.learner("away").go(), fleet.learner("other").go()
         fleet.until_commits(6)
         away.wire.is_cut = True
-        until(lambda: not away.link._line.is_online, "noticing the cut")
+        until(lambda: not away.link._control.is_online, "noticing the cut")
         before = away.steps
         fleet.until_commits(6)
         assert away.steps > before, "nobody waits for the network"
         away.wire.is_cut = False
-        until(lambda: away.link._line.is_online, "being back")
+        until(lambda: away.link._control.is_online, "being back")
         until(lambda: sum(away.landed) >= sum(fleet.versions) - 3, "catching up")
         finish(away, other)
         assert away.link.metrics()["diloco/offline_s"] > 0
