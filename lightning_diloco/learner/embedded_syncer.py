@@ -105,13 +105,8 @@ class EmbeddedSyncer:
             self._process, began_s = self._start(), time.monotonic()
             pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the syncer's process has ended."""
-        return self._process.poll() is not None
-
-    def let_go(self, *, was_joined: bool, is_last: bool) -> None:
-        """Release the syncer when its starter no longer needs it.
+    def let_go(self, *, was_joined: bool, is_last: bool) -> bool:
+        """Release the syncer when its starter no longer needs it; returns whether it has ended.
 
         Args:
             was_joined: the starter took part. If it did not, the syncer is terminated.
@@ -122,8 +117,10 @@ class EmbeddedSyncer:
         if is_last or not was_joined:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-        if self._process.poll() is None:
-            _outliving.append(self._process)
+        if self._process.poll() is not None:
+            return True
+        _outliving.append(self._process)
+        return False
 
 
 def _private(path: str, flags: int) -> int:

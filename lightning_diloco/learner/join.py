@@ -163,7 +163,7 @@ class Joining:
             ConfigError: an explicit option contradicts the run's.
             PlanMismatchError: the model is not the run's.
         """
-        hello = placed(messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run))
+        hello = located(messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run))
         answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
         seeded = None
         while isinstance(answer, messages.SeedGrant):
@@ -350,7 +350,7 @@ def full_values(bulk: Bulk, numel: int) -> Tensor:
     return values_P
 
 
-def placed(hello: messages.Hello) -> messages.Hello:
+def located(hello: messages.Hello) -> messages.Hello:
     """Add host, process id and site of this process to a hello."""
     site = os.environ.get("DILOCO_SITE", "")[: limits.MAX_CHARS]
     return replace(hello, where=f"{socket.gethostname()}:{os.getpid()}", site=site)

@@ -29,7 +29,7 @@ from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.learner import status
 from lightning_diloco.learner.control_channel import TICK_S, ControlChannel
 from lightning_diloco.learner.exchange import FragmentExchange
-from lightning_diloco.learner.join import Joining, MakeDevice, placed
+from lightning_diloco.learner.join import Joining, MakeDevice, located
 from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.learner.link import AskedToLeave, Link, never
 from lightning_diloco.learner.name import own_name
@@ -176,7 +176,7 @@ class Member(Link):
         match action:
             case actions.Say():
                 message = action.message
-                self._control.say(placed(message) if isinstance(message, messages.Hello) else message)
+                self._control.say(located(message) if isinstance(message, messages.Hello) else message)
             case actions.Snapshot():
                 self._exchange.encode(action.ready)
                 return 1

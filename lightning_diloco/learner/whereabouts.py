@@ -116,7 +116,7 @@ class Whereabouts:
         """
         if self._embedded is None:
             return
-        self._embedded.let_go(was_joined=was_joined, is_last=is_last)
+        has_ended = self._embedded.let_go(was_joined=was_joined, is_last=is_last)
         is_kept = was_joined and not (is_last and is_drained)
-        if self._root_dir is None and self._embedded.has_ended and not is_kept:
+        if self._root_dir is None and has_ended and not is_kept:
             shutil.rmtree(self._embedded.run_dir, ignore_errors=True)
