@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.storage.files import remove_tree
 from lightning_diloco.storage.local_runs import is_over, summary_of
-from lightning_diloco.storage.log_reader import held
+from lightning_diloco.storage.redo_log import held
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@
    the next lsn.
 5. A failed append leaves the log unchanged. A failed sync removes the records since the last successful sync. Both can
    be tried again.
-6. Only one process at a time uses a log. It locks the directory until `close` or the end of the process.
+6. Only one process at a time uses a log. It locks the directory until `close` or the end of the process. `log_records`
+   reads a log that no process uses, and changes nothing.
 
 Source: our choice, after write-ahead logs.
 """
@@ -35,9 +36,9 @@ from lightning_diloco.storage.files import (
     storage,
     sync_directory,
 )
-from lightning_diloco.storage.log_frames import Record, encode, read_at, was_durable
+from lightning_diloco.storage.log_frames import Placed, Record, encode, extent_at, read_at, was_durable
 
-__all__ = ["Record", "RedoLog"]
+__all__ = ["Record", "RedoLog", "held", "log_records"]
 
 
 class RedoLog:
@@ -79,7 +80,7 @@ class RedoLog:
             self._lock_fd = _locked(self.directory)
             undo.callback(os.close, self._lock_fd)
             locked()
-            self._segments = self._find_segments()
+            self._segments = [int(path.stem) for path in _segments_in(self.directory)] or [1]
             self._active = AppendFile(self._path(self._segments[-1]), faults=faults)
             undo.callback(self._active.close)
             self.last_lsn, end = self._check_segments()
@@ -169,11 +170,10 @@ class RedoLog:
         with self._mutex:
             last, segments = self.last_lsn, list(self._segments)
         if from_lsn < segments[0]:
-            raise self._too_old(from_lsn)
+            raise _too_old(self.directory, from_lsn, segments[0])
         for first, beyond in zip(segments, [*segments[1:], last + 1], strict=True):
             if from_lsn < beyond:
-                records = (record for record, _ in self._walk(first, beyond))
-                yield from (record for record in records if record.lsn >= from_lsn)
+                yield from (placed.record for placed in _walk(self._path(first), from_lsn, beyond))
 
     def open_segment(self, lsn: int) -> tuple[int, int]:
         """Open the segment that has this record, or will have it; return its first lsn and a descriptor.
@@ -184,7 +184,7 @@ class RedoLog:
         with self._mutex, storage("read", self.directory):
             found = [first for first in self._segments if first <= lsn]
             if not found:
-                raise self._too_old(lsn)
+                raise _too_old(self.directory, lsn, self._segments[0])
             return found[-1], os.open(self._path(found[-1]), os.O_RDONLY | os.O_CLOEXEC)
 
     def rotate(self) -> None:
@@ -224,14 +224,14 @@ class RedoLog:
         """
         with self._mutex, storage("cut", self.directory):
             if not self.first_lsn - 1 <= lsn <= self.last_lsn:
-                raise self._too_old(lsn)
+                raise _too_old(self.directory, lsn, self._segments[0])
             while len(self._segments) > 1 and self._segments[-1] > lsn:  # from the end, so that there is never a gap
                 self._active.close()
                 self._path(self._segments.pop()).unlink()
                 sync_directory(self.directory)
                 self._active = AppendFile(self._path(self._segments[-1]), faults=self._faults)
-            ends = [end for _, end in self._walk(self._segments[-1], lsn + 1)]
-            self._active.cut(ends[-1] if ends else 0)
+            last = list(_walk(self._active.path, lsn, lsn + 1))
+            self._active.cut(last[0].end if last else 0)
             self.last_lsn = self.durable_lsn = lsn
 
     def close(self, *, sync: bool = True) -> None:
@@ -251,12 +251,6 @@ class RedoLog:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
 
-    def _too_old(self, lsn: int) -> CorruptLogError:
-        return CorruptLogError(
-            f"{self.directory}: asked for the records from lsn {lsn} on, the oldest kept is {self._segments[0]}; "
-            f"the log must reach back to its snapshot; restore the missing segments from a backup"
-        )
-
     def _path(self, first_lsn: int) -> Path:
         return self.directory / f"{first_lsn:020d}.log"
 
@@ -267,39 +261,79 @@ class RedoLog:
         yield payload
         self._faults("append:after_payload")
 
-    def _find_segments(self) -> list[int]:
-        return sorted(int(path.stem) for path in self.directory.glob("*.log") if path.stem.isdigit()) or [1]
-
     def _check_segments(self) -> tuple[int, int]:
         """Read the whole log; return its last lsn and the end offset of that record in the last segment."""
         last_lsn, end = self._segments[0] - 1, 0
-        for first in self._segments:
-            if first != last_lsn + 1:
-                raise CorruptLogError(
-                    f"{self._path(first)} begins at lsn {first}, expected {last_lsn + 1}; a log must have no gaps; "
-                    f"restore the missing segments from a backup"
-                )
-            end = 0
-            for record, record_end in self._walk(first):
-                last_lsn, end = record.lsn, record_end
-                self._tell(f"checking the log, record {last_lsn}")
-        return last_lsn, end
+        for placed in _walk_all([self._path(first) for first in self._segments]):
+            last_lsn, end = placed.record.lsn, placed.end
+            self._tell(f"checking the log, record {last_lsn}")
+        return last_lsn, end if last_lsn >= self._segments[-1] else 0
 
-    def _walk(self, first: int, beyond: int | None = None) -> Iterator[tuple[Record, int]]:
-        """Yield the records of a segment with the offsets of their ends, up to lsn `beyond` or a torn end."""
-        path = self._path(first)
-        with storage("read", path), path.open("rb", buffering=0) as file:
-            fd, size = file.fileno(), os.fstat(file.fileno()).st_size
-            lsn, offset = first, 0
-            while offset < size if beyond is None else lsn < beyond:
-                placed = read_at(fd, offset, size)
-                if placed is None or placed.record.lsn != lsn:
-                    may_be_torn = beyond is None and first == self._segments[-1]
-                    if may_be_torn and not was_durable(fd, offset, size, lsn):
-                        return
-                    raise _damaged(path, offset, lsn)
-                yield placed.record, placed.end
-                lsn, offset = lsn + 1, placed.end
+
+def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
+    """Yield all records of a log up to a torn end, which stays, while no syncer uses it; see `held`.
+
+    Raises:
+        CorruptLogError: a durable record is damaged, or the log begins after needed_lsn.
+    """
+    segments = _segments_in(directory)
+    if segments and (oldest := int(segments[0].stem)) > needed_lsn:
+        raise _too_old(directory, needed_lsn, oldest)
+    yield from (placed.record for placed in _walk_all(segments))
+
+
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Lock a log against syncers during the block."""
+    if not directory.is_dir():
+        raise StorageError(f"{directory} does not exist; a run directory must have it; give RUN_DIR")
+    fd = _locked(directory, shared=True)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _segments_in(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.glob("*.log") if path.stem.isdigit())
+
+
+def _walk_all(paths: Sequence[Path]) -> Iterator[Placed]:
+    """Yield the records of successive segments, up to a torn end."""
+    lsn = int(paths[0].stem) if paths else 0
+    for path in paths:
+        if int(path.stem) != lsn:
+            raise CorruptLogError(
+                f"{path} begins at lsn {int(path.stem)}, expected {lsn}; a log must have no gaps; restore the missing "
+                f"segments from a backup"
+            )
+        for placed in _walk(path, may_be_torn=path == paths[-1]):
+            lsn = placed.record.lsn + 1
+            yield placed
+
+
+def _walk(path: Path, from_lsn: int = 0, beyond: int | None = None, *, may_be_torn: bool = False) -> Iterator[Placed]:
+    """Yield the records of a segment, from `from_lsn` up to `beyond`; without it, up to the end, which may be torn."""
+    with storage("read", path), path.open("rb", buffering=0) as file:
+        fd, size = file.fileno(), os.fstat(file.fileno()).st_size
+        lsn, offset = int(path.stem), 0
+        while lsn < from_lsn and (skipped := extent_at(fd, offset)) is not None:  # opening has checked their content
+            lsn, offset = lsn + 1, skipped[1]
+        while offset < size if beyond is None else lsn < beyond:
+            placed = read_at(fd, offset, size)
+            if placed is None or placed.record.lsn != lsn:
+                if may_be_torn and not was_durable(fd, offset, size, lsn):
+                    return
+                raise _damaged(path, offset, lsn)
+            yield placed
+            lsn, offset = lsn + 1, placed.end
+
+
+def _too_old(directory: Path, lsn: int, oldest: int) -> CorruptLogError:
+    return CorruptLogError(
+        f"{directory}: asked for the records from lsn {lsn} on, the oldest kept is {oldest}; the log must reach back "
+        f"to its snapshot; restore the missing segments from a backup"
+    )
 
 
 def _damaged(path: Path, offset: int, lsn: int) -> CorruptLogError:
@@ -309,12 +343,12 @@ def _damaged(path: Path, offset: int, lsn: int) -> CorruptLogError:
     )
 
 
-def _locked(directory: Path) -> int:
+def _locked(directory: Path, *, shared: bool = False) -> int:
     with storage("lock", directory):
-        fd = lock_directory(directory)
+        fd = lock_directory(directory, shared=shared)
     if fd is None:
         raise StorageError(
-            f"{directory} is in use by another syncer; a run directory can serve only one; stop the other one or "
-            f"choose another run directory"
+            f"{directory} is in use by a syncer; only one process at a time may use it; stop that one, or choose "
+            f"another run directory"
         )
     return fd

@@ -35,7 +35,7 @@ from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.files import Buffer
 from lightning_diloco.storage.local_runs import last_summary
-from lightning_diloco.storage.log_reader import held, log_records
+from lightning_diloco.storage.redo_log import held, log_records
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
 from lightning_diloco.storage.tape import TAPE, read_tape
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.errors import CorruptLogError, StorageError
-from lightning_diloco.storage.log_reader import held
-from lightning_diloco.storage.redo_log import Record, RedoLog
+from lightning_diloco.storage import log_frames
+from lightning_diloco.storage.redo_log import Record, RedoLog, held
 from tests.storage.faults import Crash, Faults
 
 PAYLOADS = [b"", b"a" * 10, bytes(range(256)) * 40, b"z"]
@@ -96,7 +96,7 @@ def test_files_are_private(log: RedoLog, folder: Path) -> None:
 
 
 def test_directory_in_use_is_refused(log: RedoLog, folder: Path) -> None:
-    with pytest.raises(StorageError, match=r"in use by another syncer; .*; stop the other one"):
+    with pytest.raises(StorageError, match=r"in use by a syncer; .*; stop that one"):
         RedoLog(folder)
     log.close()
     RedoLog(folder).close()
@@ -194,6 +194,14 @@ def test_damage_after_opening_is_found_on_reading(log: RedoLog, folder: Path) ->
     flip(only_segment(folder), 30)
     with pytest.raises(CorruptLogError, match="lsn 1 at byte 0"):
         list(log.records(1))
+
+
+def test_the_content_of_records_before_the_first_one_asked_for_is_not_read_again(log: RedoLog, folder: Path) -> None:
+    fill(log, 3)
+    flip(only_segment(folder), log_frames._PREFIX_BYTES)
+    assert list(log.records(2)) == expected(range(2, 4))
+    log.cut_after(2)
+    assert log.last_lsn == 2
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -200,7 +200,7 @@ def test_reasons_against_another_number_of_shards_are_named(run_dir: Path) -> No
         settle_num_shards(run_dir, 2)
     (run_dir / "syncer" / "standby.json").unlink()
     assert content(run_dir) == before
-    with Fleet(run_dir, num_shards=NUM_SHARDS), pytest.raises(StorageError, match="in use by another syncer"):
+    with Fleet(run_dir, num_shards=NUM_SHARDS), pytest.raises(StorageError, match="in use by a syncer"):
         settle_num_shards(run_dir, 2)
 
 
