@@ -10,6 +10,8 @@
    by a crash are removed when a snapshot is opened.
 3. A file is verified before its content is used. Nothing is pickled.
 4. Tensors are written and read file by file, so that only one fragment at a time is in memory.
+5. A snapshot is due when the log has grown as large as the state, so log and snapshot stay under three times that size.
+   The log before a snapshot is dropped when the snapshot is durable.
 
 Source: our choice.
 """
@@ -18,14 +20,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage import tensor_file
 from lightning_diloco.storage.files import (
     Buffer,
@@ -37,14 +42,21 @@ from lightning_diloco.storage.files import (
     sync_directory,
     write_file,
 )
+from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.transport.base import Json
 
+log = logging.getLogger(__name__)
+
+MIN_LOG_BYTES = 8 << 20
+AGAIN_S = 30.0
 _PARTIAL = ".partial"
 _STATE, _SUMS = "state.json", "B2SUMS"
 
+Tensors = Iterable[tuple[str, Mapping[str, Tensor]]]
+
 
 class SnapshotStore:
-    """The directory of snapshots of one syncer. Only one thread at a time may write.
+    """The directory of snapshots of a syncer or a shard. Only one thread at a time may write, or begin to.
 
     Args:
         directory: directory of the snapshots; created by the first `write`.
@@ -55,15 +67,10 @@ class SnapshotStore:
     def __init__(self, directory: str | os.PathLike[str], *, faults: Faults = no_faults) -> None:
         self.directory = Path(directory)
         self._faults = faults
+        self._writing: threading.Thread | None = None
+        self._again_s = 0.0
 
-    def write(
-        self,
-        lsn: int,
-        state: Mapping[str, object],
-        tensors: Iterable[tuple[str, Mapping[str, Tensor]]],
-        *,
-        keeps_oldest: bool = False,
-    ) -> None:
+    def write(self, lsn: int, state: Mapping[str, object], tensors: Tensors, *, keeps_oldest: bool = False) -> None:
         """Write a snapshot, then remove older snapshots; does nothing if this lsn already has a snapshot.
 
         Args:
@@ -96,6 +103,59 @@ class SnapshotStore:
                 self.path(old).rename(removed)
                 remove_tree(removed)
             self._faults("snapshot:after_remove")
+
+    def is_due(self, redo_log: RedoLog, state_bytes: int) -> bool:
+        """Return whether the log has grown as large as the state, and no snapshot is being written."""
+        if time.monotonic() < self._again_s or (self._writing is not None and self._writing.is_alive()):
+            return False
+        return redo_log.nbytes > max(MIN_LOG_BYTES, state_bytes)
+
+    def begin(
+        self,
+        redo_log: RedoLog,
+        state: Mapping[str, object],
+        tensors: Tensors,
+        *,
+        before: Callable[[], object] = lambda: None,
+        before_drop: Callable[[int], object] = lambda lsn: None,
+    ) -> None:
+        """Write a snapshot in the background, while the log continues; then drop the log before it.
+
+        If writing fails, the log keeps growing, and a snapshot is due again after AGAIN_S.
+
+        Args:
+            redo_log: the log; the state is that after its last record.
+            state, tensors: see `write`.
+            before: called first; may raise `StorageError`.
+            before_drop: called with the lsn up to which the log is dropped, when the snapshot is written.
+        """
+        try:
+            before()
+            redo_log.rotate()
+        except StorageError as error:
+            self._failed(error)
+            return
+        lsn = redo_log.last_lsn
+
+        def run() -> None:
+            try:
+                self.write(lsn, state, tensors)
+                before_drop(lsn)
+                redo_log.drop_before(lsn + 1)
+            except Exception as error:
+                self._failed(error)
+
+        self._writing = threading.Thread(target=run, name="diloco-snapshot", daemon=True)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait for a snapshot that is being written."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _failed(self, error: Exception) -> None:
+        self._again_s = time.monotonic() + AGAIN_S
+        log.error("the snapshot was not written, the log keeps growing: %s", error)
 
     def oldest(self) -> Snapshot | None:
         """Open the oldest snapshot; see `latest`."""
@@ -131,9 +191,7 @@ class SnapshotStore:
         """Return the lsns of all complete snapshots, in order."""
         return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
 
-    def _fill(
-        self, folder: Path, state: Mapping[str, object], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]
-    ) -> None:
+    def _fill(self, folder: Path, state: Mapping[str, object], tensors: Tensors) -> None:
         sums: dict[str, str] = {}
 
         def put(name: str, *pieces: Buffer) -> None:

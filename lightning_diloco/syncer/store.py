@@ -3,8 +3,7 @@
 1. A record is durable when `sync` has returned. Only then the syncer installs tensors and sends messages.
 2. `restore` loads a snapshot and applies the log to it. It applies the records that the live machine wrote, so anchors,
    momentum, versions and ledger are restored bit for bit.
-3. A snapshot is due when the log has grown as large as the state, so log and snapshot stay under three times that size.
-   A clean stop also writes a snapshot, and keeps the snapshot that the log starts from.
+3. A clean stop writes a snapshot, and keeps the snapshot that the log starts from.
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, Fleets
 from lightning_diloco.storage.files import Buffer, Faults, no_faults
 from lightning_diloco.storage.redo_log import Record, RedoLog
-from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.storage.snapshots import SnapshotStore, Tensors
 from lightning_diloco.storage.tape import TAPE, Tape, read_tape
 from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
 from lightning_diloco.syncer.status.history import History, Recollection
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
-
-MIN_LOG_BYTES = 8 << 20
-SNAPSHOT_AGAIN_S = 30.0
 
 
 class SyncerStore:
@@ -74,8 +70,6 @@ class SyncerStore:
         self._recollection = Recollection()
         self._in_log: list[Json] = []  # joins and leaves in the log that may be missing on the tape
         self.fleets = Fleets()
-        self._writing: threading.Thread | None = None
-        self._snapshot_again_s = 0.0
         self._tape_failed = False
         # A failed fsync undoes all writes since the last successful fsync, so only one record is written at a time.
         self._one_record = threading.Lock()
@@ -217,17 +211,11 @@ class SyncerStore:
 
     def store_seed(self, state: Json, manifest: Json, store: AnchorStore) -> None:
         """Make a run's start values durable."""
-        self._write(self.log.last_lsn, state, manifest, *store.freeze())
-
-    @property
-    def is_writing(self) -> bool:
-        return self._writing is not None and self._writing.is_alive()
+        self.snapshots.write(self.log.last_lsn, *_content(state, manifest, store))
 
     def is_snapshot_due(self, store: AnchorStore) -> bool:
-        """Return whether the log has grown as large as the state; False for a while after a failed attempt."""
-        if self.is_writing or time.monotonic() < self._snapshot_again_s:
-            return False
-        return self.log.nbytes > max(MIN_LOG_BYTES, store.nbytes)
+        """Return whether the log has grown as large as the state; see `SnapshotStore.is_due`."""
+        return self.snapshots.is_due(self.log, store.nbytes)
 
     def begin_snapshot(
         self,
@@ -237,43 +225,12 @@ class SyncerStore:
         *,
         before_drop: Callable[[int], object] = lambda _: None,
     ) -> None:
-        """Write a snapshot of the current state in the background, while commits continue.
+        """Write a snapshot of the current state in the background, while commits continue; see `SnapshotStore.begin`.
 
-        No commit may be between its log record and its installation. If writing fails, the log keeps growing, and a
-        snapshot is due again after SNAPSHOT_AGAIN_S.
-
-        Args:
-            machine, manifest, store: state to write.
-            before_drop: called with the lsn up to which the log is dropped, when the snapshot is written.
+        No commit may be between its log record and its installation.
         """
-        try:
-            self.tape.sync()
-            self.log.rotate()
-        except StorageError as error:
-            self._snapshot_failed(error)
-            return
-        lsn, frozen = self.log.last_lsn, store.freeze()
-
-        def write() -> None:
-            try:
-                self._write(lsn, machine, manifest, *frozen)
-                before_drop(lsn)
-                self.log.drop_before(lsn + 1)
-            except Exception as error:
-                self._snapshot_failed(error)
-
-        self._writing = threading.Thread(target=write, name="diloco-snapshot", daemon=True)
-        self._writing.start()
-
-    def _snapshot_failed(self, error: Exception) -> None:
-        self._snapshot_again_s = time.monotonic() + SNAPSHOT_AGAIN_S
-        log.error("the snapshot was not written, the log keeps growing: %s", error)
-
-    def _write(
-        self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any, *, keeps_oldest: bool = False
-    ) -> None:
-        state = {"machine": machine, "manifest": manifest, "anchors": numbers}
-        self.snapshots.write(lsn, state, tensors, keeps_oldest=keeps_oldest)
+        content = _content(machine, manifest, store)
+        self.snapshots.begin(self.log, *content, before=self.tape.sync, before_drop=before_drop)
 
     def rest(self, machine: Json, manifest: Json, store: AnchorStore, *, keeps_log: bool) -> None:
         """Write a last snapshot at a clean stop, so that the next start has no log to replay.
@@ -284,12 +241,12 @@ class SyncerStore:
             machine, manifest, store: state to write.
             keeps_log: also keep the log, and the snapshot that it starts from, for a replay.
         """
-        if self._writing is not None:
-            self._writing.join()
+        self.snapshots.wait()
         try:
             self.tape.sync()
             self.log.sync()
-            self._write(self.log.last_lsn, machine, manifest, *store.freeze(), keeps_oldest=keeps_log)
+            content = _content(machine, manifest, store)
+            self.snapshots.write(self.log.last_lsn, *content, keeps_oldest=keeps_log)
             if not keeps_log:
                 self.log.rotate()
                 self.log.drop_before(self.log.last_lsn + 1)
@@ -298,12 +255,17 @@ class SyncerStore:
 
     def close(self) -> None:
         """Wait for a snapshot that is being written, and close all files. Raises `StorageError`."""
-        if self._writing is not None:
-            self._writing.join()
+        self.snapshots.wait()
         try:
             self.log.close()
         finally:
             self.tape.close()
+
+
+def _content(machine: Json, manifest: Json, store: AnchorStore) -> tuple[Json, Tensors]:
+    """Return state and tensors for a snapshot."""
+    numbers, tensors = store.freeze()
+    return {"machine": machine, "manifest": manifest, "anchors": numbers}, tensors
 
 
 def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:

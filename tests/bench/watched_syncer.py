@@ -29,8 +29,8 @@ from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer.ledger import Account
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage import snapshots
 from lightning_diloco.syncer import process as syncer_module
-from lightning_diloco.syncer import store as durable_module
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.store import SyncerStore
@@ -156,7 +156,7 @@ def main() -> int:
     journal.cut_power(run_dir / "syncer" / "log", chance)
     if journal.life < given["num_kills"]:
         syncer_module.SyncerStore = functools.partial(SyncerStore, faults=Executioner(journal, chance))
-    durable_module.MIN_LOG_BYTES = MIN_LOG_BYTES
+    snapshots.MIN_LOG_BYTES = MIN_LOG_BYTES
     watch(journal)
     return diloco(["syncer", *options])
 

@@ -12,7 +12,7 @@ from lightning_diloco.manifest import ModelDescription, make_manifest
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.syncer import store as durable_module
+from lightning_diloco.storage import snapshots
 from lightning_diloco.syncer.store import SyncerStore, seeded_store
 
 SHAPES = {"embedding": (256, 64), "hidden": (256, 128), "bias": (128,)}
@@ -25,7 +25,7 @@ def nbytes(folder: Path) -> int:
 
 @pytest.mark.seconds
 def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable_module, "MIN_LOG_BYTES", 0)  # the log of a small model may be larger
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)  # the log of a small model may be larger
     options = {"sync_every": 4, "num_fragments": NUM_FRAGMENTS, "overlap": 1}
     manifest, plan = make_manifest(ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens"), options)
     numels = [plan.layout(p, manifest["config"]["block_size"]).padded_numel for p in range(NUM_FRAGMENTS)]
@@ -43,8 +43,7 @@ def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monk
         store.commit(p, gradient, work=0.5, version=version)
         if durable.is_snapshot_due(store):
             durable.begin_snapshot(machine, manifest, store)
-            assert durable._writing is not None
-            durable._writing.join()
+            durable.snapshots.wait()
     durable.close()
     assert durable.log.first_lsn > NUM_COMMITS // 2, "the log was cut, and grew again"
     state_bytes = nbytes(disk / "snapshot")

@@ -12,8 +12,8 @@ import pytest
 
 from lightning_diloco.cli.main import main
 from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.redo_log import RedoLog
-from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.contribution_archive import Recorder, read_commit
 from lightning_diloco.syncer.replay import replay
 from tests.learner.fleet import OPTIONS, Fleet, finish
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run of two learners with recorded contributions, a restart and snapshots."""
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch, Fleet(run_dir, record_contributions=True) as fleet:
-        patch.setattr(durable, "MIN_LOG_BYTES", 6000)
+        patch.setattr(snapshots, "MIN_LOG_BYTES", 6000)
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(NUM_COMMITS // 2)
         fleet.restart()

@@ -19,9 +19,9 @@ from lightning_diloco.manifest import make_manifest
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.syncer import records, rounds
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer import service
-from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
@@ -108,7 +108,7 @@ def test_waiting_actions_do_not_accumulate_while_the_disk_is_full(
 
 @pytest.mark.seconds
 def test_a_restart_during_snapshots_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "MIN_LOG_BYTES", 0)  # state and log are small: a snapshot every few commits
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)  # state and log are small: a snapshot every few commits
     with Fleet(tmp_path) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         until(lambda: fleet.service._durable.log.first_lsn > 1, "a snapshot that let the log drop its start")
@@ -125,7 +125,7 @@ def test_a_restart_during_snapshots_loses_nothing(tmp_path: Path, monkeypatch: p
 def test_commits_continue_on_a_disk_without_space_for_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "MIN_LOG_BYTES", 0)
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)
     disk = FullDisk("rotate:before", "snapshot:before_rename")
     with Fleet(tmp_path, faults=disk) as fleet:
         learner = fleet.learner("l0").go()

@@ -14,9 +14,7 @@ Source: our choice, after two-phase commit; the syncer is the coordinator.
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +33,10 @@ from lightning_diloco.protocol.limits import Count, Finite
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.storage.files import Faults, no_faults, remove_tree
 from lightning_diloco.storage.redo_log import Record, RedoLog
-from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.storage.snapshots import SnapshotStore, Tensors
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.store import MIN_LOG_BYTES, SNAPSHOT_AGAIN_S, seeded_store
+from lightning_diloco.syncer.store import seeded_store
 from lightning_diloco.transport.base import Json
-
-log = logging.getLogger(__name__)
 
 
 class Gradient(Tagged, frozen=True):
@@ -133,8 +129,6 @@ class ShardStore:
         self.log = RedoLog(directory / "log", faults=faults)
         self.snapshots = SnapshotStore(directory / "snapshot", faults=faults)
         self._manifest: Json = {}
-        self._writing: threading.Thread | None = None
-        self._again_s = 0.0
         self.changing = threading.RLock()
         self.anchors: AnchorStore | None = None
         self.undecided: dict[int, Undecided] = {}
@@ -264,47 +258,25 @@ class ShardStore:
         store = seeded_store(manifest, values, part=self._part, num_values=num_values)
         self._manifest = manifest
         remove_tree(self.snapshots.directory)
-        self._write_snapshot(self.log.last_lsn, store.freeze())
+        self.snapshots.write(self.log.last_lsn, *self._content(store))
         self.anchors = store
         return store
 
     def snapshot_if_due(self) -> None:
         """Begin to write a snapshot if the log has grown as large as the state, and no version is undecided."""
         store = self.anchors
-        if store is None or time.monotonic() < self._again_s:
+        if store is None or not self.snapshots.is_due(self.log, store.nbytes):
             return
-        if self.log.nbytes <= max(MIN_LOG_BYTES, store.nbytes):
-            return
-        with self.changing:
-            if self.undecided or (self._writing is not None and self._writing.is_alive()):
-                return
-            try:
-                self.log.rotate()
-            except StorageError as error:
-                self._snapshot_failed(error)
-                return
-            frozen = store.freeze()
-            self._writing = threading.Thread(target=self._snapshot, args=(self.log.last_lsn, frozen), daemon=True)
-            self._writing.start()
+        with self.changing:  # another thread may have begun one meanwhile
+            if not self.undecided and self.snapshots.is_due(self.log, store.nbytes):
+                self.snapshots.begin(self.log, *self._content(store))
 
-    def _snapshot(self, lsn: int, frozen: Any) -> None:
-        try:
-            self._write_snapshot(lsn, frozen)
-            self.log.drop_before(lsn + 1)
-        except Exception as error:
-            self._snapshot_failed(error)
-
-    def _snapshot_failed(self, error: Exception) -> None:
-        self._again_s = time.monotonic() + SNAPSHOT_AGAIN_S
-        log.error("the snapshot was not written, the log keeps growing: %s", error)
-
-    def _write_snapshot(self, lsn: int, frozen: Any) -> None:
-        numbers, tensors = frozen
-        state = {"manifest": self._manifest, "anchors": numbers, "part": list(self._part)}
-        self.snapshots.write(lsn, state, tensors)
+    def _content(self, store: AnchorStore) -> tuple[Json, Tensors]:
+        """Return state and tensors for a snapshot."""
+        numbers, tensors = store.freeze()
+        return {"manifest": self._manifest, "anchors": numbers, "part": list(self._part)}, tensors
 
     def close(self) -> None:
         """Wait for a snapshot that is being written, and close the files."""
-        if self._writing is not None:
-            self._writing.join()
+        self.snapshots.wait()
         self.log.close()

@@ -18,12 +18,12 @@ from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, Sto
 from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
+from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.files import Faults, no_faults
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.anchors import fragments_of
 from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards import service
-from lightning_diloco.syncer.shards import store as shard_store
 from lightning_diloco.syncer.shards.copying import is_copied
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
@@ -51,7 +51,7 @@ PRIMARY = Invitation(JoinAddress("h", 1, "run", "token", "0" * 64), KEY)
 
 @pytest.fixture(autouse=True)
 def _small_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few versions
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)  # a snapshot every few versions
     monkeypatch.setattr(service, "SILENT_S", 0.0)
 
 
@@ -126,8 +126,7 @@ class Primary:
 
     def snapshot(self) -> None:
         self.store.snapshot_if_due()
-        if self.store._writing is not None:
-            self.store._writing.join()
+        self.store.snapshots.wait()
 
     def restart(self) -> None:
         self.service.stop()
@@ -340,8 +339,7 @@ def test_a_standby_writes_snapshots_of_its_own(primary: Primary, standby: Standb
             primary.decide(p)
         standby.follow()
         standby.follow()  # it receives the decisions
-        if standby.service._disk._writing is not None:
-            standby.service._disk._writing.join()
+        standby.service._disk.snapshots.wait()
     assert standby.service._disk.log.first_lsn > 10
     standby.restart()
     assert standby.take_over() == (primary.versions, {p: primary.digests[p, 10] for p in MINE})

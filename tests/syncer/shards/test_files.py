@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
+from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.syncer import replacement, run_snapshot
-from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.replay import replay
 from lightning_diloco.syncer.run_snapshot import begin_from, take
-from lightning_diloco.syncer.shards import store as shard_store
 from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.whole import read_run
@@ -32,8 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     options = {"num_shards": NUM_SHARDS, "run_options": SIX, "record_contributions": True}
     with pytest.MonkeyPatch.context() as patch, Fleet(run_dir, **options) as fleet:
-        patch.setattr(durable, "MIN_LOG_BYTES", 3000)
-        patch.setattr(shard_store, "MIN_LOG_BYTES", 3000)
+        patch.setattr(snapshots, "MIN_LOG_BYTES", 3000)
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
         fleet.shards[0].restart()

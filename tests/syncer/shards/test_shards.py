@@ -14,9 +14,9 @@ import pytest
 
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.protocol.syncer import rounds
+from lightning_diloco.storage import snapshots
 from lightning_diloco.syncer import service
 from lightning_diloco.syncer.shards import process, remote
-from lightning_diloco.syncer.shards import store as shard_store
 from lightning_diloco.syncer.shards.layout import tell_token
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.transport.address import JoinAddress
@@ -144,7 +144,7 @@ def test_a_syncer_that_is_started_again_continues_with_its_shards(tmp_path: Path
 def test_a_shard_that_is_killed_at_any_point_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few commits
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)  # a snapshot every few commits
     monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # it is killed in a thread
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         shard = fleet.shards[0]
@@ -204,7 +204,7 @@ def test_a_shard_refuses_start_values_that_are_not_finite(tmp_path: Path) -> Non
 def test_a_full_disk_of_a_shard_suspends_its_fragments_until_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
     disk = FullDisk("append:before", "snapshot:before")
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
@@ -254,7 +254,7 @@ def test_shard_and_syncer_stay_consistent_if_both_disks_are_full(
 def test_a_shard_without_space_for_a_snapshot_still_accepts_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)
     disk = FullDisk("rotate:before")
     disk.is_full = True
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
@@ -289,7 +289,7 @@ def test_the_log_of_a_shard_stays_short_while_the_disk_of_the_syncer_is_full(
 ) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.05)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.05)
-    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    monkeypatch.setattr(snapshots, "MIN_LOG_BYTES", 0)
     disk = FullDisk("append:before")
     with Fleet(tmp_path, num_shards=2, run_options=SIX, faults=disk) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
