@@ -31,20 +31,6 @@ LANDING_CHUNK_NUMEL = 1 << 17
 WIDE_DTYPES = (torch.float32, torch.float64)
 
 
-def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
-    """Return cast(anchor_new) + sent in float32, the part of carry that does not depend on the parameter.
-
-    The link thread computes it ahead, so that only `land_carry_` remains for the training thread.
-
-    Args:
-        anchor_new: float32.
-        dtype: dtype of the parameter.
-        sent: the decoded contribution, float32 of the same shape, if the update has merged it; else None.
-    """
-    stored = anchor_new.to(dtype).float()
-    return stored if sent is None else stored + sent
-
-
 def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
     """Compute param <- cast(base + (param - old)) in place.
 
@@ -53,7 +39,7 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
 
     Args:
         param_view: contiguous, any shape; a parameter or some of its rows.
-        base: as many float32 values, from `landing_base`.
+        base: as many float32 values: cast(anchor_new), plus the decoded contribution if the update has merged it.
         old: as many float32 values, cast(anchor_old); see `store_cast`.
     """
     with torch.no_grad():

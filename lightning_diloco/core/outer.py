@@ -135,22 +135,21 @@ def _not_finite() -> NonFiniteError:
 
 
 def nesterov_step(
-    anchor: Tensor, momentum: Tensor, outer_gradient: Tensor, *, lr: float, momentum_coef: float | Momentum
+    anchor: Tensor, momentum: Tensor, outer_gradient: Tensor, *, lr: float, momentum_coef: Momentum
 ) -> None:
-    """Make one outer step in place; with a plain number it equals torch.optim.SGD(nesterov=True), up to rule 2.
+    """Make one outer step in place; with decay = push it equals torch.optim.SGD(nesterov=True), up to rule 2.
 
     Args:
         anchor: (P,) float32, the master.
         momentum: (P,) float32, zeros before the first step.
         outer_gradient: (P,) float32 or bfloat16, with the sign of a gradient.
         lr: outer learning rate.
-        momentum_coef: mu, or the coefficients from `momentum_by_work`.
+        momentum_coef: the coefficients from `momentum_by_work`.
     """
-    coefs = momentum_coef if isinstance(momentum_coef, Momentum) else Momentum(momentum_coef, momentum_coef)
     for start, stop in native.ranges(anchor.numel(), 1):
         gradient = outer_gradient[start:stop].float()
-        buffer = momentum[start:stop].mul_(coefs.decay).add_(gradient)
-        anchor[start:stop].sub_((buffer * coefs.push).add_(gradient).mul_(lr))
+        buffer = momentum[start:stop].mul_(momentum_coef.decay).add_(gradient)
+        anchor[start:stop].sub_((buffer * momentum_coef.push).add_(gradient).mul_(lr))
 
 
 def momentum_by_work(mu: float, work: float) -> Momentum:

@@ -111,9 +111,6 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         steps behind its host.
         """
 
-    def digest(self, fragment: int) -> str:
-        """Return `core.digest.digest` of the anchor, equal on all devices. Same threads as `anchor`."""
-
     def show_anchor(self) -> None:
         """Save the local values and put cast(anchor) into the live parameters. Training thread."""
 

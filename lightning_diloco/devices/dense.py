@@ -30,7 +30,6 @@ from torch import Tensor
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.align import WIDE_DTYPES, land_added_, land_carry_, landing_pieces
 from lightning_diloco.core.blocks import all_finite
-from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
 from lightning_diloco.core.layout import Entry
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
@@ -224,10 +223,6 @@ class DenseFragments:
         """See `FragmentDevice.anchor`; returns a copy."""
         with self._aside():
             return self._flat(fragment, self._anchors[fragment]).to("cpu", copy=True)
-
-    def digest(self, fragment: int) -> str:
-        """Return the SHA-256 of the anchor's bytes in hex, padding included."""
-        return digest(self.anchor(fragment))
 
     def _is_one_addition(self, fragment: int, update: Update) -> bool:
         once = update.full is None and len(update.chain) == 1

@@ -149,13 +149,12 @@ class AnchorStore:
         assert anchor is not None, f"fragment {p} has no values yet"
         return anchor
 
-    def seed(self, p: int, values: Tensor, *, generation: int = 0) -> None:
+    def seed(self, p: int, values: Tensor) -> None:
         """Set the start values of a fragment, at version 0.
 
         Args:
             p: the fragment.
             values: float32 [P], on the host; the store keeps this tensor, so the caller must not change it.
-            generation: 0 in a new run.
 
         Raises:
             PlanMismatchError: the values have the wrong length or dtype.
@@ -168,7 +167,7 @@ class AnchorStore:
                 f"torch.float32 [{wanted}]; send them as core.layout.gather gives them"
             )
         _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
-        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), (), Correlation())
+        self._anchors[p] = Anchor(0, 0, values, values.clone(), torch.zeros_like(values), (), Correlation())
 
     def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
         """Compute norms and cosines of encoded contributions; changes nothing."""

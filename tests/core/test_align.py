@@ -10,7 +10,6 @@ from lightning_diloco.core.align import (
     LANDING_CHUNK_NUMEL,
     land_added_,
     land_carry_,
-    landing_base,
 )
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
@@ -22,6 +21,11 @@ NUMEL = LANDING_CHUNK_NUMEL + 78
 
 def normal(seed: int, numel: int = NUMEL) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
+    stored = anchor_new.to(dtype).float()
+    return stored if sent is None else stored + sent
 
 
 def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ def test_nesterov_equals_torch_sgd_except_for_fused_roundings(numel: int, dtype:
         gradient = normal(numel, step).to(dtype)
         theirs.grad = gradient.float()
         optimizer.step()
-        nesterov_step(ours, momentum, gradient, lr=0.7, momentum_coef=0.9)
+        nesterov_step(ours, momentum, gradient, lr=0.7, momentum_coef=Momentum(0.9, 0.9))
         assert torch.equal(momentum, optimizer.state[theirs]["momentum_buffer"])
         # Values stay below 32. Where SGD's CPU fuses multiply and add, it rounds once: half a unit, 2**-20, less.
         assert float(theirs.detach().abs().max()) < 32
@@ -36,7 +36,7 @@ def test_nesterov_equals_torch_sgd_except_for_fused_roundings(numel: int, dtype:
 
 def test_outer_step_with_lr_one_and_no_momentum_lands_on_the_contribution() -> None:
     anchor, momentum = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    nesterov_step(anchor, momentum, torch.tensor([0.25, -0.5]), lr=1.0, momentum_coef=0.0)
+    nesterov_step(anchor, momentum, torch.tensor([0.25, -0.5]), lr=1.0, momentum_coef=Momentum(0.0, 0.0))
     assert anchor.tolist() == [0.75, 2.5]
 
 
@@ -61,7 +61,7 @@ def test_momentum_moves_the_anchor_by_work_for_any_division_into_rounds(steps: i
     momentum.zero_()
     for _ in range(40 * 24 // steps):
         before = anchor.item()
-        nesterov_step(anchor, momentum, per_round, lr=0.8, momentum_coef=coefs.decay)
+        nesterov_step(anchor, momentum, per_round, lr=0.8, momentum_coef=Momentum(coefs.decay, coefs.decay))
     assert steps == 24 or (before - anchor.item()) * 24 / steps > 1.5 * 0.8 / (1 - 0.6)
 
 

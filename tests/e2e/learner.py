@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.learner.member import Member
@@ -64,7 +65,7 @@ def main() -> int:
             link.report(0.5)
         link.close()
         held = {
-            "digests": [link.device.digest(p) for p in range(link.plan.num_fragments)],
+            "digests": [digest(link.device.anchor(p)) for p in range(link.plan.num_fragments)],
             "landed": [f.landed for f in link._machine.fragments],
             "steps": steps,
             "is_last": is_last,

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.core.digest import digest
 from lightning_diloco.devices import streams
 from tests.bench.idle_learner import EndWith
 from tests.devices import fake_tpu, late
@@ -50,11 +51,12 @@ class Anchors(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         fit = trainer.strategy._joined
         if not trainer.is_global_zero:  # it does not know versions
-            self.digests |= {digest: digest for digest in map(fit.device.digest, range(fit.link.plan.num_fragments))}
+            anchors = map(fit.device.anchor, range(fit.link.plan.num_fragments))
+            self.digests |= {found: found for found in map(digest, anchors)}
             return
         for p, fragment in enumerate(fit.link._machine.fragments):
             if fragment.landed and (key := f"{p}:{fragment.landed}") not in self.digests:
-                self.digests[key] = fit.device.digest(p)
+                self.digests[key] = digest(fit.device.anchor(p))
 
 
 def main() -> None:

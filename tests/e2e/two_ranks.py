@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
@@ -111,7 +112,7 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
     if link.finish() and rank == 0:
         link.report(0.0)
     if not boxes:
-        digests = [link.device.digest(p) for p in range(link.plan.num_fragments)]
+        digests = [digest(link.device.anchor(p)) for p in range(link.plan.num_fragments)]
         (folder / f"digests.{rank}").write_text(" ".join(digests))
     link.close()
 

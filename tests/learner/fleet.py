@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.link import Link
@@ -146,7 +147,7 @@ class Learner:
             self.link.close()
 
     def digests(self) -> list[str]:
-        return [self.link.device.digest(p) for p in range(self.link.plan.num_fragments)]
+        return [digest(self.link.device.anchor(p)) for p in range(self.link.plan.num_fragments)]
 
     @property
     def has_joined(self) -> bool:

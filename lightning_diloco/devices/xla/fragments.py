@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.devices.base import Encoded, Update
@@ -250,10 +249,6 @@ class XlaFragments:
         """See `FragmentDevice.anchor`; returns a copy."""
         anchor = self._anchors[fragment]
         return anchor.clone() if self._on_host else self._fetch(fragment, anchor)
-
-    def digest(self, fragment: int) -> str:
-        """Return the SHA-256 of the anchor's bytes in hex, padding included."""
-        return digest(self.anchor(fragment))
 
     def _advanced(self, fragment: int, update: Update) -> Tensor:
         """Compute the new anchor on the host."""

@@ -74,7 +74,7 @@ class ReplicatedDevice:
         self._snapshots: dict[int, tuple[int, Any]] = {}
         self.landed: list[int] = []
         self.deals, self.dealt = False, set[int]()
-        self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
+        self.local_values, self.anchor = own.local_values, own.anchor
         self.show_anchor, self.show_local = own.show_anchor, own.show_local
         self.settle = own.settle
 

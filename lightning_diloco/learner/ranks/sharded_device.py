@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_diloco.core.digest import digest
 from lightning_diloco.core.quantize import decode, encode_fragment
 from lightning_diloco.devices.base import Encoded
 from lightning_diloco.devices.part import PartPlan, assemble
@@ -31,7 +30,7 @@ class ShardedDevice(ReplicatedDevice):
         super().__init__(*args, **options)
         self._plans = self._plans_of(options["boxes"])
         self._resharder = Resharder(self._ranks, self._plans, self._config)
-        self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
+        self.local_values, self.anchor = self._local_values, self._anchor
 
     def _plans_of(self, boxes: Sequence[Mapping[str, Any]]) -> list[PartPlan]:
         return [PartPlan(self._plan, each, self._config.block_size) for each in boxes]
@@ -72,9 +71,6 @@ class ShardedDevice(ReplicatedDevice):
         whole_P = self.counted_anchor(fragment)
         assert whole_P is not None, "ranks differ in what has landed"
         return whole_P
-
-    def _digest(self, fragment: int) -> str:
-        return digest(self._anchor(fragment))
 
     def _whole(self, p: int, own_L: Tensor, command: Mapping[str, Any]) -> Tensor:
         return self._assembled(p, [own_L, *self._ranks.collect(command, self._sizes(p)[1:])])
