@@ -234,18 +234,13 @@ class RedoLog:
             self._active.cut(last[0].end if last else 0)
             self.last_lsn = self.durable_lsn = lsn
 
-    def close(self, *, sync: bool = True) -> None:
-        """Sync, then close the files and release the lock; idempotent.
-
-        Args:
-            sync: False leaves the disk as after a crash, for tests.
-        """
+    def close(self) -> None:
+        """Sync, then close the files and release the lock; idempotent."""
         with self._mutex:
             if self._lock_fd < 0:
                 return
             try:
-                if sync:
-                    self.sync()
+                self.sync()
             finally:
                 self._active.close()
                 os.close(self._lock_fd)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from lightning_diloco.storage.redo_log import RedoLog
+
 POINTS = (
     *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),
     *("rotate:before", "rotate:after_create", "drop:before"),
@@ -29,3 +33,10 @@ class Faults:
             self.skip -= 1
             if self.skip == -1:
                 raise self.error
+
+
+def kill(log: RedoLog) -> None:
+    """Close the files without a sync, as the end of the process does."""
+    log._active.close()
+    os.close(log._lock_fd)
+    log._lock_fd = -1

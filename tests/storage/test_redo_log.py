@@ -14,7 +14,7 @@ import pytest
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage import log_frames
 from lightning_diloco.storage.redo_log import Record, RedoLog, held
-from tests.storage.faults import Crash, Faults
+from tests.storage.faults import Crash, Faults, kill
 
 PAYLOADS = [b"", b"a" * 10, bytes(range(256)) * 40, b"z"]
 
@@ -81,7 +81,7 @@ def test_records_are_unchanged_after_reopening(folder: Path) -> None:
 def test_opening_makes_records_of_a_killed_process_durable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RedoLog(folder)
     fill(log)
-    log.close(sync=False)
+    kill(log)
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     reopened = RedoLog(folder)
@@ -158,7 +158,7 @@ def test_gap_in_records_that_were_never_synced_is_a_torn_end(folder: Path) -> No
     log.sync()
     durable = log.nbytes
     fill(log, 3)
-    log.close(sync=False)
+    kill(log)
     flip(only_segment(folder), durable + 5)
     reopened = RedoLog(folder)
     assert reopened.last_lsn == 2
@@ -391,7 +391,7 @@ def test_leftovers_of_a_failed_truncation_are_cut_off_before_a_new_segment(
     log.rotate()
     log.append({"k": 4}, b"a" * 10)
     log.sync()
-    log.close(sync=False)  # kill -9 while the snapshot is written
+    kill(log)  # kill -9 while the snapshot is written
     again = RedoLog(folder)
     assert [record.lsn for record in again.records(1)] == [1, 2, 3, 4, 5]
     again.close()

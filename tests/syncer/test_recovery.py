@@ -26,7 +26,7 @@ from lightning_diloco.storage.files import Buffer
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer.anchors import AnchorStore
-from tests.storage.faults import POINTS, Crash, Faults
+from tests.storage.faults import POINTS, Crash, Faults, kill
 
 NUM_COMMITS = 12
 NUM_FRAGMENTS = 2
@@ -176,7 +176,7 @@ def die_and_restart(
             num_crashes += 1
         finally:
             promised = max(promised, syncer.durable_commits)
-            syncer.log.close(sync=False)
+            kill(syncer.log)
         if chance.random() < power_cuts:
             root = disk.after_power_cut(root, tmp_path / f"life-{num_lives}", chance)
     assert fingerprint(syncer.store) == reference()[NUM_COMMITS]
@@ -259,7 +259,7 @@ def test_disk_error_at_any_point_is_survived(
     syncer = Syncer(root, Faults(point, 1, OSError(code, os.strerror(code))), RedoLog)
     live(syncer, chance, patient=True)
     assert fingerprint(syncer.store) == reference()[NUM_COMMITS]
-    syncer.log.close(sync=False)
+    kill(syncer.log)
     restarted = Syncer(disk.after_power_cut(root, tmp_path / "again", chance), Faults(), RedoLog)
     assert restarted.num_commits == NUM_COMMITS
     assert fingerprint(restarted.store) == reference()[NUM_COMMITS]
