@@ -170,8 +170,8 @@ class ShardStore:
 
     def copy(self, copied: Sequence[Record]) -> None:
         """Make the next records of the primary's shard durable, and apply them; see `RedoLog.copy`. For a standby."""
-        self.log.copy(copied)
-        with self.changing:
+        with self.changing:  # no snapshot includes a record without its version
+            self.log.copy(copied)
             for record in copied:
                 self._follow(record, in_place=False)
 
@@ -238,8 +238,9 @@ class ShardStore:
     def regenerate(self, generation: int) -> None:
         """Begin a generation. No version may be undecided."""
         assert self.anchors is not None
-        self._append(Regenerated(generation))
-        self.anchors.regenerate(generation)
+        with self.changing:
+            self._append(Regenerated(generation))
+            self.anchors.regenerate(generation)
 
     def _append(self, record: Tagged, gradient: Tensor | None = None) -> int:
         lsn = self.log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
