@@ -8,7 +8,7 @@
    them back until the standby has all records before them (`standby/announcer.py`).
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
-   refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
+   refuses a call while more than MAX_WAITING events wait, or more events of one session than `inbox.py` allows. A flood
    or a long disk failure therefore needs bounded memory.
 5. The loop thread starts a snapshot between two actions, while no commit is being written.
 """
@@ -24,18 +24,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
-from lightning_diloco.errors import (
-    CorruptMessageError,
-    ShardError,
-    StorageError,
-    TransportError,
-)
+from lightning_diloco.errors import CorruptMessageError, ShardError, StorageError, TransportError
 from lightning_diloco.manifest import manifest_file
 from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, codec, events, messages
@@ -45,19 +39,17 @@ from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, changed_by
 from lightning_diloco.storage.files import write_whole
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
-from lightning_diloco.syncer.inbox import Inbox
+from lightning_diloco.syncer.inbox import Inbox, Place
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
+from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up, merged_by
-from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.seeding import Seeding
-from lightning_diloco.syncer.shards.attachment import admitted, attachment
-from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.remote import RemoteShard, admitted, attachment
 from lightning_diloco.syncer.shards.requests import Attach
 from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Shard
 from lightning_diloco.syncer.standby.announcer import Announcer
-from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import STANDBY
 from lightning_diloco.syncer.status.history import CLOSED
@@ -75,44 +67,13 @@ SHARD_S = 30.0  # a shard that does not answer must not delay the end for a long
 MAX_SESSION_CHARS = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncerOptions:
-    """Options of a syncer process.
-
-    Args:
-        run_dir: RUN_DIR.
-        listen: host:port; port 0 for any free port.
-        expect: number of learners that the first step waits for; the run ends when as many have finished.
-        embedded_by: process id of the learner that started this syncer; the syncer then ends with the last learner.
-        run_options: explicit `RunConfig` options.
-        reseed: open an incomplete run directory although learners may know the run.
-        record_contributions: also keep the received bytes, for replay.
-        standby_of: the primary that this syncer follows, until it takes over; None: it serves the run.
-        takes_over: serve the run now, although this directory is a standby's.
-        num_shards: number of processes that share the fragments (`shards/`); None: as before, 1 for a new run.
-        shards_elsewhere: the other shards are started by the user, on other machines.
-    """
-
-    run_dir: Path
-    listen: str = "127.0.0.1:0"
-    expect: int | None = None
-    embedded_by: int | None = None
-    run_options: dict[str, Any] = field(default_factory=dict)
-    reseed: bool = False
-    record_contributions: bool = False
-    standby_of: Invitation | None = None
-    takes_over: bool = False
-    num_shards: int | None = None
-    shards_elsewhere: bool = False
-
-
 class SyncerService:
     """Implements the transport's `Handler`.
 
     Args:
         options: options of the process.
         run: run id, used if the run directory is new.
-        durable: the opened run directory; None opens it here.
+        durable: the opened run directory.
         followed: state machine and anchors of a standby that takes over; None restores them from disk.
         standby_key: key that a standby must send; "" refuses standbys.
         remote: shards 1, 2, ... of the run, in other processes.
@@ -126,7 +87,7 @@ class SyncerService:
         options: SyncerOptions,
         *,
         run: str,
-        durable: SyncerStore | None = None,
+        durable: SyncerStore,
         followed: tuple[SyncerState, AnchorStore] | None = None,
         standby_key: str = "",
         remote: Sequence[RemoteShard] = (),
@@ -134,35 +95,32 @@ class SyncerService:
         RunConfig.from_dict(options.run_options)
         self._options = options
         self._ending = RunEnd(expect=options.expect, embedded_by=options.embedded_by)
-        self._durable = durable or SyncerStore(options.run_dir)
+        self._durable = durable
         about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
         self.state = SyncerState(run=run, **about)
         if followed is None:
-            store = self._durable.restore(self.state, time.monotonic())
+            store = durable.restore(self.state, time.monotonic())
         else:
-            store = self._durable.take_over(self.state, *followed, time.monotonic())
-        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets, remote)
-        if self._durable.past.was_closed:
+            store = durable.take_over(self.state, *followed, time.monotonic())
+        self.replica = Replica(options.run_dir, durable.log, standby_key, durable.fleets, remote)
+        if durable.past.was_closed:
             self._ending.reopened()
-        self._desk = Payloads(self._durable.part)
+        self._desk = Payloads(durable.part)
         self._desk.remember_merged(merged_by(self.state.roster.members.values()))
         self._own = OwnShard(self._desk, Recorder(options.run_dir / "syncer" / "contributions"))
         self._own.anchors = store
         self._remote = remote
         self._shards: list[Shard] = [self._own, *remote]
-        self._board = StatusPublisher(
-            self.state, self._desk, self._durable.past, self._ending, self.replica, shards=remote
-        )
-        self._merger = MergeWorker(self._durable, options.record_contributions, self._board.disk_failed)
+        self._board = StatusPublisher(self.state, self._desk, durable.past, self._ending, self.replica, shards=remote)
+        self._merger = MergeWorker(durable, options.record_contributions, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
-        self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
-        self._quota = Quota()
+        self._inbox = Inbox()
         self._jobs = [queue.SimpleQueue[MergeJob | actions.Apply | None]() for _ in self._shards]
-        lsn = self._durable.log.last_lsn
+        lsn = durable.log.last_lsn
         self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._publish)
         self._changes_fleet = False
         is_recorded = options.record_contributions
-        self._seeding = Seeding(self._durable, self._desk, self._own, remote=remote, is_recorded=is_recorded)
+        self._seeding = Seeding(durable, self._desk, self._own, remote=remote, is_recorded=is_recorded)
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._said: tuple[messages.FromSyncer, Json] | None = None
@@ -173,17 +131,17 @@ class SyncerService:
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
-        threads = {
+        run_threads = {
             "loop": self._loop,
+            **{f"merge-{k}": partial(self._merge_loop, k) for k in range(len(self._shards))},
             "commits": self._announcer.run_commits,
             "messages": self._announcer.run_messages,
             "clock": self._inbox.run_clock,
-            **{f"merge-{k}": partial(self._merge_loop, k) for k in range(len(self._shards))},
         }
-        self._loop_thread, self._commits_thread, self._messages_thread, self._clock_thread, *self._merge_threads = (
-            threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
-            for name, run_thread in threads.items()
-        )
+        self._threads = {
+            name: threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
+            for name, run_thread in run_threads.items()
+        }
 
     # ------------------------------------------------------------------------------------------------------- lifetime
 
@@ -192,12 +150,8 @@ class SyncerService:
         for shard in self._remote:
             self.state.set_digests(shard.digests)
         self.replica.fleet_is(self.state.roster.fleet())
-        self._loop_thread.start()
-        for thread in self._merge_threads:
+        for thread in self._threads.values():
             thread.start()
-        self._commits_thread.start()
-        self._messages_thread.start()
-        self._clock_thread.start()
 
     def attach(self) -> None:
         """Begin to attach to the shards."""
@@ -221,8 +175,8 @@ class SyncerService:
         """
         self._end_threads()
         # Otherwise the state is ahead of the disk or behind it, or the disk is ahead of the standby.
-        threads = (self._loop_thread, *self._merge_threads)
-        is_quiet = not any(thread.is_alive() for thread in threads) and not self._announcer.has_withheld
+        is_alive = any(thread.is_alive() for thread in self._threads.values())
+        is_quiet = not is_alive and not self._announcer.has_withheld
         may_rest = self.error is None and is_quiet and not self._todo and not self.replica.lacks_records
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
@@ -253,17 +207,17 @@ class SyncerService:
         self.replica.end(is_over=is_over)
         for jobs in self._jobs:
             jobs.put(None)
-        own, *others = self._merge_threads
+        own, *others = (thread for name, thread in self._threads.items() if name.startswith("merge-"))
         _join(own)
         for thread in others:
             _join(thread, max(0.0, until_s - time.monotonic()))
         self._announcer.end_commits()
-        _join(self._commits_thread)
+        _join(self._threads["commits"])
         self._inbox.close()  # after the last durable commit was queued
-        _join(self._loop_thread, max(1.0, until_s - time.monotonic()) if others else None)
-        _join(self._clock_thread)
+        _join(self._threads["loop"], max(1.0, until_s - time.monotonic()) if others else None)
+        _join(self._threads["clock"])
         self._announcer.end_messages()
-        _join(self._messages_thread)
+        _join(self._threads["messages"])
         for shard in self._remote:
             shard.stop(is_over=is_over, until_s=until_s)
         self._outbox.close()
@@ -290,8 +244,7 @@ class SyncerService:
         with self._places(session, messages_) as places:
             decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
         for message, place in zip(decoded, places, strict=True):
-            event = events.FromALearner(session, cast("messages.FromLearner", message))
-            self._inbox.put(Placed(event, place))
+            self._inbox.put(events.FromALearner(session, cast("messages.FromLearner", message)), place)
         self.heard(session)
         return codec.dump(self._board.news(session))
 
@@ -318,9 +271,9 @@ class SyncerService:
         with self._places(session, [bulk.header]) as (place,):
             event, missing = self._desk.take_contribution(session, bulk, self._store, self.state)
         if event is None:  # parts are missing
-            self._quota.free(place)
+            self._inbox.quota.free(place)
         else:
-            self._inbox.put(Placed(event, place))
+            self._inbox.put(event, place)
         return {"missing": missing}
 
     def on_get(self, header: Json) -> Bulk:
@@ -354,7 +307,7 @@ class SyncerService:
         return self.state.roster.get(session) is not None
 
     def _places(self, session: str, messages_: Sequence[Json]) -> AbstractContextManager[list[Place]]:
-        return self._quota.places(session, messages_, is_member=self._is_member(session))
+        return self._inbox.quota.places(session, messages_, is_member=self._is_member(session))
 
     def _check_open(self, session: str, num_events: int = 1) -> None:
         if self._is_member(session):
@@ -372,9 +325,6 @@ class SyncerService:
     def _loop(self) -> None:
         while (taken := self._inbox.take()) is not None:
             came_s, event = taken
-            if isinstance(event, Placed):
-                self._quota.free(event.place)
-                event = event.event
             match event:
                 case DurableCommit():
                     self._install(event, came_s)

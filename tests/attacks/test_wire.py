@@ -18,8 +18,9 @@ import pytest
 import lightning_diloco
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
-from lightning_diloco.syncer import outbox, quota
+from lightning_diloco.syncer import inbox, outbox
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.doorkeeper import Doorkeeper
@@ -138,7 +139,7 @@ def nested(levels: int) -> object:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[SyncerService]:
-    made = SyncerService(SyncerOptions(run_dir=tmp_path), run="run")
+    made = SyncerService(SyncerOptions(run_dir=tmp_path), run="run", durable=SyncerStore(tmp_path))
     made.start()
     yield made
     made.stop()
@@ -191,7 +192,7 @@ def test_a_flood_delays_only_its_sender(service: SyncerService) -> None:
     mallory.join()
     handle = service.state.handle
     service.state.handle = lambda *event: may_go_on.wait(WAIT_S) and handle(*event)  # type: ignore[method-assign]
-    assert wire.flood(mallory, num_calls=50) >= 50 - quota.MAX_OWN / 50 - 1
+    assert wire.flood(mallory, num_calls=50) >= 50 - inbox.MAX_OWN / 50 - 1
     honest.say(messages.AskFate(0, 0))  # is taken although the other one's were not
     may_go_on.set()
     honest.hear(messages.FateIs)

@@ -28,7 +28,8 @@ from lightning_diloco.simulate.fleet import Fleet, Network, Pace
 from lightning_diloco.simulate.reading import Data
 from lightning_diloco.simulate.syncer import SimulatedSyncer
 from lightning_diloco.syncer.inbox import TICK_S
-from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.options import SyncerOptions
+from lightning_diloco.syncer.service import SyncerService
 from tests.bench import report
 
 NUM_FRAGMENTS = 96

@@ -227,7 +227,7 @@ class Target:
     """A running syncer with an honest learner; `check` verifies that it still works."""
 
     def __init__(self, run_dir: Path, *, durable: SyncerStore | None = None) -> None:
-        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run", durable=durable)
+        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run", durable=durable or SyncerStore(run_dir))
         self.reported: list[Exception] = []
         self.transport = MemoryTransport(self.service, on_error=self.reported.append)
         self.wire = Wire(self.service, self.reported)

@@ -27,6 +27,7 @@ from lightning_diloco.errors import CorruptMessageError, DiLoCoError, TransportE
 from lightning_diloco.protocol import messages
 from lightning_diloco.syncer import outbox, service
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Bulk
 from tests.fuzz.strategies import (
     BAD_SCALES,
@@ -227,7 +228,7 @@ def test_a_call_with_too_many_messages_is_refused_as_a_whole(target: Target) -> 
 
 def test_only_start_values_of_the_seeder_are_kept(tmp_path: Path) -> None:
     """Before the seed, any peer with the token may send start values; those that were not requested are dropped."""
-    served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run")
+    served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run", durable=SyncerStore(tmp_path))
     transport = MemoryTransport(served)
     served.start()
     peers = [Peer(transport.connect(), name) for name in ("seeder", "other")]

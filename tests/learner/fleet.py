@@ -26,7 +26,8 @@ from lightning_diloco.learner.member import Member
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.storage.files import no_faults
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.options import SyncerOptions
+from lightning_diloco.syncer.service import SyncerService
 from lightning_diloco.syncer.shards.layout import directory_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.resharding import settle_num_shards

@@ -30,7 +30,10 @@ from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.errors import DiLoCoError, NonFiniteError, RemoteError, ShardError
 from lightning_diloco.process.retry import problem_of
 from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.syncer.anchors import fragments_of
+from lightning_diloco.syncer.payloads import merged_by
 from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards.shard import MergeJob, Outcome, Prepared
 from lightning_diloco.transport.base import RESET, Bulk, Connection, Json
@@ -361,3 +364,26 @@ def _without_data(commit: CommitRecord) -> CommitRecord:
     """Return a commit without the leased data of its contributions, which may be long."""
     merges = tuple(replace(m, ready=replace(m.ready, spans=(), repeats=())) for m in commit.merges)
     return replace(commit, merges=merges)
+
+
+def admitted(state: SyncerState) -> ask.Admitted:
+    """Return who may upload."""
+    members = state.roster.in_state("joining", "confirmed", "active")
+    return ask.Admitted(tuple(member.session for member in members), state.seed_grant)
+
+
+def attachment(state: SyncerState, part: tuple[int, int]) -> ask.Attach:
+    """Return what a shard must know, without a nonce.
+
+    Args:
+        state: the state machine, which no other thread changes meanwhile.
+        part: (shard, number of shards).
+    """
+    fragments, generation = state.rounds.fragments, state.rounds.generation
+    mine = fragments_of(part, len(fragments))
+    positions = None
+    if state.manifest is not None:
+        of_mine = [(p, fragments[p]) for p in mine]
+        positions = tuple(ask.Position(p, generation, f.version, f.digests.get(f.version, "")) for p, f in of_mine)
+    merged = tuple(each for each in merged_by(state.roster.in_state("active")) if each[1] in mine)
+    return ask.Attach("", state.run, *part, state.secret, positions, merged, admitted(state))

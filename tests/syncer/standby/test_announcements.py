@@ -13,9 +13,11 @@ from lightning_diloco.errors import ShardError
 from lightning_diloco.protocol import actions, codec, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.syncer.merge_worker import DurableCommit
-from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.options import SyncerOptions
+from lightning_diloco.syncer.service import SyncerService
 from lightning_diloco.syncer.standby import announcer, replica
 from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog, TookOver
+from lightning_diloco.syncer.store import SyncerStore
 
 KEY = "key"
 
@@ -24,12 +26,14 @@ class Primary:
     """A service that records its messages, and a standby that reports its records."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="r", standby_key=KEY)
+        self.service = SyncerService(
+            SyncerOptions(run_dir=run_dir), run="r", durable=SyncerStore(run_dir), standby_key=KEY
+        )
         self.sent: list[int] = []
         self.changed = threading.Condition()
         monkeypatch.setattr(self.service._announcer, "_send", self.put)
-        self.service._commits_thread.start()
-        self.service._messages_thread.start()  # the test acts as the loop thread
+        self.service._threads["commits"].start()
+        self.service._threads["messages"].start()  # the test acts as the loop thread
 
     def put(self, session: str, message: dict[str, object]) -> None:
         with self.changed:
@@ -116,8 +120,8 @@ def test_the_last_messages_of_the_loop_thread_are_sent(primary: Primary) -> None
             pass
         primary.decide(1, 2)
 
-    primary.service._loop_thread = threading.Thread(target=loop)
-    primary.service._loop_thread.start()
+    primary.service._threads["loop"] = threading.Thread(target=loop)
+    primary.service._threads["loop"].start()
     primary.service.stop()
     assert primary.sent == [1, 2]
 
