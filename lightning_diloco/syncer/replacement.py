@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file
+from lightning_diloco.storage.files import Buffer, make_directory, remove_tree, storage, sync_directory, write_file
 
 OUTDATED = "syncer/outdated"
 Parts = Mapping[str, str]  # place in DIR, by name in DIR/copy
@@ -34,11 +34,16 @@ def begin(directory: Path) -> Path:
     return copy
 
 
+def add(path: Path, content: Buffer = b"") -> None:
+    """Write a file below DIR/copy. Raises `StorageError`."""
+    make_directory(path.parent)
+    with storage("write", path):
+        write_file(path, content)
+
+
 def begin_log(directory: Path, lsn: int) -> None:
     """Write an empty log; lsn is that of its first record."""
-    make_directory(directory)
-    with storage("begin a log in", directory):
-        write_file(directory / f"{lsn:020d}.log")
+    add(directory / f"{lsn:020d}.log")
 
 
 def complete(directory: Path, parts: Parts = OF_A_RUN) -> None:

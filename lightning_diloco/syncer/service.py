@@ -378,7 +378,9 @@ class SyncerService:
                 return
             self._todo.popleft()
         if not self._todo and self.replica.may_announce:
-            self._end_event()
+            if self._changes_fleet:
+                self._changes_fleet = False
+                self.replica.fleet_is(self.state.roster.fleet())
             self._snapshot_if_quiet()
 
     def _attachment(self, part: tuple[int, int]) -> Attach:
@@ -392,11 +394,6 @@ class SyncerService:
             raise ShardError("the standby lacks versions that this shard would give to learners")
         with self._board.looking:
             return attachment(self.state, part)
-
-    def _end_event(self) -> None:
-        if self._changes_fleet:
-            self._changes_fleet = False
-            self.replica.fleet_is(self.state.roster.fleet())
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Return whether an action can be dropped while the disk fails, because it will be repeated."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_diloco.errors import CorruptLogError
-from lightning_diloco.storage.files import make_directory, storage, sync_directory, write_file
+from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.standby.invitation import Invitation
@@ -69,12 +69,9 @@ class ShardCopy:
         log.info("copying the shard, %d files", len(found["files"]))
         copy = replacement.begin(self._directory)
         for name in found["files"]:
-            make_directory((copy / name).parent)
-            with storage("write", copy / name):
-                write_file(copy / name, source.file(name))
+            replacement.add(copy / name, source.file(name))
         replacement.begin_log(copy / "log", found["lsn"] + 1)
-        with storage("write", copy / replacement.COPIED):
-            write_file(copy / replacement.COPIED)
+        replacement.add(copy / replacement.COPIED)
         return True
 
     def install(self) -> None:

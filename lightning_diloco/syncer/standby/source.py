@@ -20,7 +20,7 @@ from pathlib import Path
 from lightning_diloco.errors import CorruptLogError, StorageError, TransportError
 from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol import codec
-from lightning_diloco.storage.files import make_directory, storage, sync_directory, write_file, write_whole
+from lightning_diloco.storage.files import make_directory, storage, sync_directory, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
@@ -146,9 +146,7 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
         content = unless(is_stopping, partial(source.file, name))
         if content is None:
             return False
-        make_directory(path.parent)
-        with storage("write", path):
-            write_file(path, content)
+        replacement.add(path, content)
     replacement.begin_log(copy / "log", found["lsn"] + 1)
     replacement.complete(run_dir)
     return True
