@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -39,7 +39,6 @@ class Tape:
 
     Args:
         path: path of the file; created, with its directories, if it does not exist.
-        clock: returns the wall-clock time in unix seconds.
 
     Attributes:
         last_lsn: the highest log sequence number on the tape; 0 if there is none.
@@ -50,9 +49,8 @@ class Tape:
         StorageError: the file cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._clock = clock
         self._mutex = threading.Lock()
         self.last_lsn = 0
         make_directory(self.path.parent)
@@ -81,7 +79,7 @@ class Tape:
         with self._mutex:
             assert fields.keys().isdisjoint({"t"}), "the tape stamps the time itself"
             assert lsn is None or lsn >= self.last_lsn, f"lsn {lsn} after {self.last_lsn}"
-            line = {"t": self._clock() - late_s, "event": event, "lsn": lsn, **fields}
+            line = {"t": time.time() - late_s, "event": event, "lsn": lsn, **fields}
             self._file.append([json.dumps(line, separators=(",", ":")).encode() + b"\n"])
             self.last_lsn = max(self.last_lsn, lsn or 0)
 

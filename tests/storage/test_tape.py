@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,8 +24,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tape(path: Path) -> Iterator[Tape]:
-    tape = Tape(path, clock=count(1_700_000_000.5).__next__)
+def tape(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
+    monkeypatch.setattr(tape_module, "time", SimpleNamespace(time=count(1_700_000_000.5).__next__))
+    tape = Tape(path)
     yield tape
     tape.close()
 
