@@ -1,6 +1,6 @@
 """Compute outer gradients from contributions, and durable commits from outer gradients.
 
-1. The thread of a shard does this work, one round at a time (`shards/shard.py`).
+1. Each shard has a thread, which does this work, one round at a time (`shards/shard.py`).
 2. `merge` changes no anchor. `commit` computes the next state of a fragment and then makes its log record durable. The
    state is installed afterwards, when the commit may be announced.
 3. The judge compares the contributions of a round before the merge (`judging.py`). If it refuses a contribution,
@@ -14,11 +14,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.errors import NonFiniteError, ShardError, StorageError
+from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, events
 from lightning_diloco.syncer.judging import Judge
 from lightning_diloco.syncer.shards.requests import Recording, numbers
@@ -54,24 +56,57 @@ class _Gradient:
 
 
 class MergeWorker:
-    """The work of the threads of all shards.
+    """The work of the threads of all shards. Fragment p belongs to shard p % num_shards.
 
     Args:
+        shards: all shards of the run.
         durable: store that makes commits durable.
         is_recorded: shards also store the bytes of contributions.
         disk_failed: called with the error text if the disk fails to write a commit.
     """
 
-    def __init__(self, durable: SyncerStore, is_recorded: bool, disk_failed: Callable[[str], None]) -> None:
-        self._durable = durable
+    def __init__(
+        self, shards: Sequence[Shard], durable: SyncerStore, is_recorded: bool, disk_failed: Callable[[str], None]
+    ) -> None:
+        self._shards, self._durable = shards, durable
+        self._jobs = [queue.SimpleQueue[MergeJob | actions.Apply | None]() for _ in shards]
         self._is_recorded = is_recorded
         self._disk_failed = disk_failed
         self._gradients: dict[int, _Gradient] = {}
         self._judge = Judge(durable.past.usual)
 
-    def merge(self, shard: Shard, job: MergeJob) -> list[events.SyncerEvent]:
+    def shard_of(self, p: int) -> Shard:
+        """Return the shard of a fragment."""
+        return self._shards[p % len(self._shards)]
+
+    def put(self, action: actions.Merge | actions.Apply) -> None:
+        """Queue a merge or a commit. Loop thread."""
+        p = action.fragment
+        job = self.shard_of(p).job(action) if isinstance(action, actions.Merge) else action
+        self._jobs[p % len(self._jobs)].put(job)
+
+    def end(self) -> None:
+        """End `run` of all shards after what waits now."""
+        for jobs in self._jobs:
+            jobs.put(None)
+
+    def run(
+        self, k: int, install: Callable[[DurableCommit], object], hear: Callable[[events.SyncerEvent], object]
+    ) -> None:
+        """Do the work of shard k until `end`; pass on what comes of it. The thread of the shard."""
+        if k == 0:
+            compute_alone()
+        while (job := self._jobs[k].get()) is not None:
+            for made in self.merge(job) if isinstance(job, MergeJob) else self.commit(job):
+                if isinstance(made, DurableCommit):
+                    install(made)
+                else:
+                    hear(made)
+
+    def merge(self, job: MergeJob) -> list[events.SyncerEvent]:
         """Compute a round's outer gradient; return events for the state machine."""
         p, contributions = job.action.fragment, job.action.contributions
+        shard = self.shard_of(p)
         try:
             measured = shard.measure(job)
             judged = self._judge.judge(p, contributions, job.action.on_trial, measured)
@@ -89,9 +124,9 @@ class MergeWorker:
         self._gradients[p] = gradient
         return [merged]
 
-    def commit(self, shard: Shard, action: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
+    def commit(self, action: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
         """Make a commit durable; return the commit to install, or events for the state machine if it failed."""
-        p, gradient = action.fragment, self._gradients.pop(action.fragment)
+        p, gradient, shard = action.fragment, self._gradients.pop(action.fragment), self.shard_of(action.fragment)
         assert gradient.job.action.round == action.round
         try:
             with shard.deciding():

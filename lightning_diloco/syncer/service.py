@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -31,7 +30,6 @@ from typing import Any, cast
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.errors import CorruptMessageError, ShardError, StorageError, TransportError
 from lightning_diloco.manifest import manifest_file
-from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
@@ -48,7 +46,7 @@ from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.seeding import Seeding
 from lightning_diloco.syncer.shards.remote import RemoteShard, admitted, attachment
 from lightning_diloco.syncer.shards.requests import Attach
-from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Shard
+from lightning_diloco.syncer.shards.shard import OwnShard, Shard
 from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import STANDBY
@@ -112,10 +110,9 @@ class SyncerService:
         self._remote = remote
         self._shards: list[Shard] = [self._own, *remote]
         self._board = StatusPublisher(self.state, self._desk, durable.past, self._ending, self.replica, shards=remote)
-        self._merger = MergeWorker(durable, options.record_contributions, self._board.disk_failed)
+        self._merger = MergeWorker(self._shards, durable, options.record_contributions, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
         self._inbox = Inbox()
-        self._jobs = [queue.SimpleQueue[MergeJob | actions.Apply | None]() for _ in self._shards]
         lsn = durable.log.last_lsn
         self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._publish)
         self._changes_fleet = False
@@ -131,9 +128,10 @@ class SyncerService:
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
+        merge = partial(self._merger.run, install=self._announcer.commit, hear=self._inbox.put)
         run_threads = {
             "loop": self._loop,
-            **{f"merge-{k}": partial(self._merge_loop, k) for k in range(len(self._shards))},
+            **{f"merge-{k}": partial(merge, k) for k in range(len(self._shards))},
             "commits": self._announcer.run_commits,
             "messages": self._announcer.run_messages,
             "clock": self._inbox.run_clock,
@@ -205,8 +203,7 @@ class SyncerService:
         with self._board.looking:
             is_over = self.error is None and self.state.is_finished and self.state.ended_by_finishing
         self.replica.end(is_over=is_over)
-        for jobs in self._jobs:
-            jobs.put(None)
+        self._merger.end()
         own, *others = (thread for name, thread in self._threads.items() if name.startswith("merge-"))
         _join(own)
         for thread in others:
@@ -420,11 +417,11 @@ class SyncerService:
                     self._said = action.message, messages.encode(action.message)
                 self._announcer.send(action.session, self._said[1])
             case actions.Merge():
-                self._jobs_of(action.fragment).put(self._shard_of(action.fragment).job(action))
+                self._merger.put(action)
             case actions.Apply():
                 self._held_back.append(action)  # `_snapshot_if_quiet` may start a snapshot first
             case actions.DropPayload():
-                self._shard_of(action.fragment).drop(action)
+                self._merger.shard_of(action.fragment).drop(action)
             case actions.StoreSeed():
                 self._seeding.begin(action)
             case actions.Note():
@@ -446,7 +443,7 @@ class SyncerService:
         held_back, self._held_back = self._held_back, []
         for action in held_back:
             self._num_applying += 1
-            self._jobs_of(action.fragment).put(action)
+            self._merger.put(action)
 
     def _install(self, made: DurableCommit, now_s: float) -> None:
         p, found = made.event.fragment, made.report
@@ -484,28 +481,11 @@ class SyncerService:
         except StorageError as error:  # only a copy for users; the log is authoritative
             log.warning("%s", error)
 
-    # ---------------------------------------------------------------------------------------------------- merge thread
-
-    def _merge_loop(self, k: int) -> None:
-        if k == 0:
-            compute_alone()
-        while (job := self._jobs[k].get()) is not None:
-            do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
-            for made in do(self._shards[k], job):  # type: ignore[arg-type]
-                if isinstance(made, DurableCommit):
-                    self._announcer.commit(made)
-                else:
-                    self._inbox.put(made)
+    # -------------------------------------------------------------------------------------------------- commits thread
 
     def _publish(self, made: DurableCommit) -> None:
-        self._shard_of(made.event.fragment).install(made.action.commit, made.prepared)
+        self._merger.shard_of(made.event.fragment).install(made.action.commit, made.prepared)
         self._inbox.put(made)
-
-    def _shard_of(self, p: int) -> Shard:
-        return self._shards[p % len(self._shards)]
-
-    def _jobs_of(self, p: int) -> queue.SimpleQueue[MergeJob | actions.Apply | None]:
-        return self._jobs[p % len(self._shards)]
 
     @property
     def _store(self) -> AnchorStore | None:

@@ -151,11 +151,11 @@ class Arithmetic:
     def __init__(self, run_dir: Path) -> None:
         self.durable = SyncerStore(run_dir)
         self.disk_errors: list[str] = []
-        self.merger = MergeWorker(self.durable, False, self.disk_errors.append)
         self.store = AnchorStore(PLAN, CONFIG)
         self.store.seed(0, torch.zeros(128))
         self.shard = OwnShard(Payloads(), Recorder(run_dir))
         self.shard.anchors = self.store
+        self.merger = MergeWorker([self.shard], self.durable, False, self.disk_errors.append)
 
     def job(self, *sizes: float) -> MergeJob:
         ready = messages.Ready(fragment=0, seq=1, base=0, generation=0, start=0, stop=8, steps=4)
@@ -171,7 +171,7 @@ def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Pa
     at = Arithmetic(tmp_path)
     job = at.job(2e38, 3e38)
     job.payloads[1].view(torch.bfloat16)[1:] *= -1  # all coordinates but one cancel, and this one gets the whole length
-    refused, merged = at.merger.merge(at.shard, job)
+    refused, merged = at.merger.merge(job)
     assert isinstance(refused, events.PayloadReceived)
     assert isinstance(merged, events.Merged)
     assert (refused.session, merged.kept) == ("s1", {})
@@ -182,10 +182,10 @@ def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Pa
 def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
     at.store._anchors[0].momentum.fill_(3.3e38)
-    (merged,) = at.merger.merge(at.shard, at.job(3e38))
+    (merged,) = at.merger.merge(at.job(3e38))
     assert isinstance(merged, events.Merged)
     assert merged.kept == {}
-    failed, refused = at.merger.commit(at.shard, at.apply())
+    failed, refused = at.merger.commit(at.apply())
     assert isinstance(failed, events.CommitFailed)
     assert isinstance(refused, events.PayloadReceived)
     assert (at.durable.log.last_lsn, at.disk_errors) == (0, [])
@@ -195,8 +195,8 @@ def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -
 def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
     at.durable.past.usual.learn(0, ["l1"] * 8, [1.0] * 8, [4] * 8, [1.0] * 8)
-    at.merger.merge(at.shard, at.job(1000.0))
-    (made,) = at.merger.commit(at.shard, at.apply())
+    at.merger.merge(at.job(1000.0))
+    (made,) = at.merger.commit(at.apply())
     assert isinstance(made, DurableCommit)
     assert torch.linalg.vector_norm(made.prepared.anchor.momentum).item() == pytest.approx(10.0, rel=0.01)
     at.durable.close()
@@ -210,8 +210,8 @@ def test_the_usual_norm_survives_a_restart_of_the_syncer(tmp_path: Path) -> None
 
     at = Arithmetic(tmp_path)
     at.durable.restore(SyncerState(run="run"), 0.0)
-    at.merger = MergeWorker(at.durable, None, at.disk_errors.append)
-    (merged,) = at.merger.merge(at.shard, at.job(1000.0))
+    at.merger = MergeWorker([at.shard], at.durable, None, at.disk_errors.append)
+    (merged,) = at.merger.merge(at.job(1000.0))
     assert isinstance(merged, events.Merged)
     assert merged.kept == {"s0": pytest.approx(10 / (1000 * 128**0.5), rel=0.01)}
     at.durable.close()

@@ -56,7 +56,7 @@ class Syncer:
         self.remote = [self._remote(service) for service in self.services]
         self.shards: list[Shard] = [self.own, *self.remote]
         self.durable = SyncerStore(run_dir, num_shards=num_shards)
-        self.worker = MergeWorker(self.durable, False, lambda error: None)
+        self.worker = MergeWorker(self.shards, self.durable, False, lambda error: None)
         until(lambda: all(shard.is_attached for shard in self.remote), "the shards")
         self._seed()
 
@@ -121,13 +121,13 @@ class Syncer:
         if ends == "refused":
             for drop in drops:
                 shard.drop(drop)
-        (merged,) = self.worker.merge(shard, job)
+        (merged,) = self.worker.merge(job)
         if ends == "refused":
             return
         assert isinstance(merged, events.Merged)
         merges = tuple(records.Merge(c.session, c.ready, 0.3, merged.kept.get(c.session, 1.0)) for c in chosen)
         commit = records.CommitRecord(p, 0, version, version, 1.0, 3, merges)
-        (made,) = self.worker.commit(shard, actions.Apply(commit))
+        (made,) = self.worker.commit(actions.Apply(commit))
         assert isinstance(made, DurableCommit)
         shard.install(commit, made.prepared)
         names = [c.learner for c in chosen]
