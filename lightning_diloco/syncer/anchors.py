@@ -262,7 +262,7 @@ class AnchorStore:
         work: float,
         version: int | None = None,
         in_place: bool = False,
-    ) -> int:
+    ) -> None:
         """Call `next_state` and `install`, as a restart does for each log record.
 
         Args:
@@ -271,9 +271,6 @@ class AnchorStore:
             work: work of the round.
             version: new version according to the log record; None: not checked.
             in_place: see `next_state`.
-
-        Returns:
-            The new version.
 
         Raises:
             CorruptLogError: the record does not follow the current state.
@@ -288,7 +285,6 @@ class AnchorStore:
                 f"{present.version} comes {present.version + 1} with {wanted}; restore log and snapshot of one moment"
             )
         self.install(p, self.next_state(p, gradient, work=work, in_place=in_place))
-        return present.version + 1
 
     def include(self, part: AnchorStore) -> None:
         """Take over the anchors of a part of the run."""
@@ -391,14 +387,10 @@ class AnchorStore:
         if len(numbers) != len(self._anchors):
             raise _not_ours(f"{len(numbers)} fragments", f"{len(self._anchors)}")
         for p, fragment in zip(self.mine, numbers, strict=True):
-            do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
+            do(p, lambda p, fragment: self._load(p, tensors[_stem(p)], **fragment), p, fragment)
 
-    def state_tensors(self, p: int) -> dict[str, Tensor]:
-        """Return all tensors of one fragment, see `Anchor`; the caller must not change them."""
-        return self.anchor(p).tensors()
-
-    def load_tensors(self, p: int, tensors: Mapping[str, Tensor], *, generation: int, version: int) -> None:
-        """Restore the state of one fragment from the result of `state_tensors`.
+    def _load(self, p: int, tensors: Mapping[str, Tensor], *, generation: int, version: int) -> None:
+        """Restore the state of one fragment from the result of `Anchor.tensors`.
 
         Raises:
             CorruptLogError: the tensors are of another plan or wire.

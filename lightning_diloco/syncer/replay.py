@@ -177,7 +177,7 @@ class _Replay:
                 self._store.regenerate(change.generation, own)
             if newest is not None and record.lsn == newest.lsn:
                 for p in own:
-                    found, wanted = self._store.state_tensors(p), newest.tensors[f"fragment-{p:04d}"]
+                    found, wanted = self._store.anchor(p).tensors(), newest.tensors[f"fragment-{p:04d}"]
                     _compare(p, self._store.anchor(p).version, found, wanted, "the newest snapshot")
         return last_lsn
 
@@ -230,9 +230,9 @@ class _Replay:
                 self._commit_again(store, p, version)
             if version == saved["version"]:
                 _advance(store, p, saved["generation"])
-                _compare(p, version, store.state_tensors(p), snapshot.tensors[f"fragment-{p:04d}"], "snapshot")
+                _compare(p, version, store.anchor(p).tensors(), snapshot.tensors[f"fragment-{p:04d}"], "snapshot")
         _advance(store, p, final.generation)
-        _compare(p, final.version, store.state_tensors(p), self._store.state_tensors(p), "snapshot and log")
+        _compare(p, final.version, store.anchor(p).tensors(), final.tensors(), "snapshot and log")
         return final.version
 
     def _commit_again(self, store: AnchorStore, p: int, version: int) -> None:
@@ -309,12 +309,9 @@ def _check_kept(p: int, record: records.CommitRecord, recorded: Recorded, found:
 
 
 def _advance(store: AnchorStore, p: int, generation: int) -> None:
-    """Begin a new generation, which has an empty chain."""
-    anchor = store.anchor(p)
-    if generation > anchor.generation:
-        tensors = store.state_tensors(p)
-        empty = {**tensors, "chain": tensors["chain"][:0]}
-        store.load_tensors(p, empty, generation=generation, version=anchor.version)
+    """Begin a new generation, unless it has begun."""
+    if generation > store.anchor(p).generation:
+        store.regenerate(generation, [p])
 
 
 def _compare(p: int, version: int, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:

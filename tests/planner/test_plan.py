@@ -85,7 +85,7 @@ def test_the_syncer_holds_the_predicted_state_and_updates() -> None:
         store.seed(p, torch.randn(layout.padded_numel))
         for _ in range(CHAIN_LENGTH + 1):
             store.commit(p, torch.randn(layout.padded_numel).bfloat16(), work=1.0)
-    tensors = [store.state_tensors(p) for p in range(len(store.layouts))]
+    tensors = [store.anchor(p).tensors() for p in range(len(store.layouts))]
     state = sum(t.nbytes for by_name in tensors for name, t in by_name.items() if t.dtype == torch.float32)
     assert state == found.syncer["master, published, momentum"]
     assert sum(by_name["chain"].nbytes for by_name in tensors) == found.syncer["last updates"]

@@ -126,7 +126,7 @@ def fingerprint(store: AnchorStore) -> Fingerprint:
     return [
         (store.anchor(p).generation, store.anchor(p).version, name, bytes(bytes_of(tensor)))
         for p in range(NUM_FRAGMENTS)
-        for name, tensor in store.state_tensors(p).items()
+        for name, tensor in store.anchor(p).tensors().items()
     ]
 
 

@@ -63,7 +63,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
     monkeypatch.setattr(parallel, "cores_here", lambda: num_threads)
     with Fleet(tmp_path) as fleet:
         trained(fleet, 12)
-        wanted = [fleet.service._store.state_tensors(p) for p in range(3)]
+        wanted = [fleet.service._store.anchor(p).tensors() for p in range(3)]
         fleet.crash()
         told: list[str] = []
         durable = SyncerStore(tmp_path, tell=told.append)
@@ -71,7 +71,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
         durable.close()
         assert store is not None
         for p, tensors in enumerate(wanted):
-            found = store.state_tensors(p)
+            found = store.anchor(p).tensors()
             assert [torch.equal(found[name], tensor) for name, tensor in tensors.items()] == [True] * 5
         replayed = [text for text in told if "replaying the log" in text]
         assert len(replayed) > 12

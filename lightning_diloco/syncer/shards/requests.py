@@ -212,7 +212,7 @@ class Listens(Tagged, frozen=True):
     address: Text
 
 
-FromSyncer = (
+Request = (
     Attach
     | Follow
     | Admit
@@ -226,9 +226,9 @@ FromSyncer = (
     | StoreSeed
     | Figures
     | Over
+    | AskIdentity
+    | Listens
 )
-FromShard = AskIdentity | Listens
-Request = FromSyncer | FromShard
 _KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in typing.get_args(Request)}
 
 
