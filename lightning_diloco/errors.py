@@ -18,6 +18,7 @@
     │       ├── StandbyError          the syncer is a standby, and does not serve the run
     │       └── CorruptMessageError   wrong length, checksum or fields; the message was dropped
     └── StorageError          a write to disk failed, or data on disk is missing or damaged
+        ├── InUseError        a syncer uses the log
         └── CorruptLogError   a durable record cannot be read back
 
 A message has three parts: what was found (with values), what is allowed, and what to do. For an unknown name,
@@ -115,6 +116,10 @@ class CorruptMessageError(TransportError):
 
 class StorageError(DiLoCoError, OSError):
     """A write to disk failed, or data on disk is missing or damaged."""
+
+
+class InUseError(StorageError):
+    """A syncer uses the log."""
 
 
 class CorruptLogError(StorageError):

@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.errors import CorruptLogError, InUseError, StorageError
 from lightning_diloco.storage.files import (
     AppendFile,
     Buffer,
@@ -60,7 +60,8 @@ class RedoLog:
 
     Raises:
         CorruptLogError: a durable record is damaged.
-        StorageError: the directory cannot be used, or another process uses it.
+        InUseError: another process uses it.
+        StorageError: the directory cannot be used.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ def _locked(directory: Path, *, shared: bool = False) -> int:
     with storage("lock", directory):
         fd = lock_directory(directory, shared=shared)
     if fd is None:
-        raise StorageError(
+        raise InUseError(
             f"{directory} is in use by a syncer; only one process at a time may use it; stop that one, or choose "
             f"another run directory"
         )

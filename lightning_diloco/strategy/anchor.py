@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diloco.core.fragments import scatter
-from lightning_diloco.errors import ConfigError, CorruptLogError, PlanMismatchError, StorageError
+from lightning_diloco.errors import ConfigError, CorruptLogError, InUseError, PlanMismatchError, StorageError
 from lightning_diloco.manifest import check_model, plan_of
 from lightning_diloco.strategy.recovery.own_state import copies_of_trained
 from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
@@ -60,12 +60,12 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
         state, store = read_run(run_dir)
     except CorruptLogError:
         raise
+    except InUseError as error:
+        raise InUseError(
+            f"{run_dir} is still training (its syncer runs): wait for its end or stop it; `diloco snapshot` copies "
+            "a running one"
+        ) from error
     except StorageError as error:
-        if isinstance(error.__cause__, BlockingIOError):  # the lock of the log
-            raise StorageError(
-                f"{run_dir} is still training (its syncer runs): wait for its end or stop it; `diloco snapshot` copies "
-                "a running one"
-            ) from error
         raise StorageError(f"{run_dir} cannot be read: {error}") from error
     if store is None or state.manifest is None:
         raise ConfigError(f"the run in {run_dir} has no start values yet: nothing was trained; let a learner join")

@@ -10,7 +10,7 @@
    but may cause no event.
 5. A flood delays only its sender. A session of the run may have MAX_OWN events waiting, MAX_OWN_BYTES in total. A
    session that has not joined may have MAX_STRANGE events waiting, a few more than a join needs. All these sessions
-   together may have MAX_STRANGERS events waiting, because any caller can make up session ids.
+   together may have MAX_STRANGERS events waiting, because any caller can invent session ids.
 6. If a call exceeds a limit, the syncer refuses the whole call. The error asks the caller to try again.
 
 Source: our choice; a learner of 4,096 fragments asks for up to 4,096 fates after a reconnect, in successive calls.

@@ -29,8 +29,8 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.storage.files import remove_tree
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.gated_handler import GatedHandler
+from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.service import SyncerService
 from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token, write_num_shards
 from lightning_diloco.syncer.shards.others import OtherShards

@@ -30,6 +30,7 @@ from lightning_diloco.simulate.syncer import SimulatedSyncer
 from lightning_diloco.syncer.inbox import TICK_S
 from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.service import SyncerService
+from lightning_diloco.syncer.store import SyncerStore
 from tests.bench import report
 
 NUM_FRAGMENTS = 96
@@ -49,7 +50,7 @@ class TimedService(SyncerService):
     """
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__(SyncerOptions(run_dir=run_dir), run="loop")
+        super().__init__(SyncerOptions(run_dir=run_dir), run="loop", durable=SyncerStore(run_dir))
         self.aside: list[do.SyncerAction] = []
 
     def handle(self, event: on.SyncerEvent, now_s: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.gated_handler import GatedHandler
+from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.shards.elsewhere import Elsewhere
 from lightning_diloco.syncer.shards.layout import tell_token
 from lightning_diloco.syncer.shards.process import ShardProcess
