@@ -35,7 +35,13 @@ from typing_extensions import override
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import ConfigError, DiLoCoError, JoinError, RunOverError
-from lightning_diloco.strategy.data.leased_part import MIN_SAMPLES, ShuffledRanges, can_be_leased, lease_instead
+from lightning_diloco.strategy.data.leased_part import (
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    ShuffledRanges,
+    can_be_leased,
+    lease_instead,
+)
 from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, RangeLoader, Ranges, SizedRangeLoader
 from lightning_diloco.strategy.data.split import in_own_order, is_at, order_number, order_seed, split
 
@@ -296,7 +302,7 @@ def _say_share(slot: int, parts: int) -> None:
         rank_zero_info(
             f"The training data are split in {parts} fixed parts; this learner reads part {slot}. A part whose learner "
             "leaves is not read until another learner joins. lightning_diloco.hf.TextData, and one shuffled DataLoader "
-            f"of {MIN_SAMPLES} samples or more, are leased instead, to the learners that are there."
+            f"of {MIN_SAMPLES} to {MAX_SAMPLES} samples, are leased instead, to the learners that are there."
         )
     elif parts > 1:
         rank_zero_warn(

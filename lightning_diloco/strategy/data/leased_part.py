@@ -1,7 +1,8 @@
 """Leases the samples of a user's loader, instead of splitting them into fixed parts.
 
 1. A loader can be leased if torch shuffles its data set and makes its batches, and if the data set is large enough for
-   leases to arrive in time. In each epoch of the data, all learners draw the same order. Ranges of it are leased.
+   leases to arrive in time. In each epoch of the data, all learners draw the same order. Ranges of it are leased. The
+   order must fit in memory, so a data set of more than MAX_SAMPLES is split.
 2. An epoch of the loader is as long as a fixed part. A fast learner reads more ranges than a slow one. Others read the
    ranges of a learner that leaves.
 3. Whether a loader is leased is decided at the first iteration, because Lightning processes several loaders one after
@@ -34,7 +35,7 @@ from lightning_diloco.strategy.data.shuffled_order import ShuffledOrder
 from lightning_diloco.strategy.data.split import PartSampler, with_sampler
 
 NUM_RANGES, MAX_RANGE = 256, 1024
-MIN_SAMPLES = 4096
+MIN_SAMPLES, MAX_SAMPLES = 4096, 1 << 26  # about 3 GB while the order is drawn
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -93,7 +94,7 @@ def can_be_leased(loader: object) -> bool:
         keeps_order
         and isinstance(part, PartSampler)
         and type(part.whole) in _SHUFFLING
-        and len(part.whole) >= MIN_SAMPLES  # type: ignore[arg-type]
+        and MIN_SAMPLES <= len(part.whole) <= MAX_SAMPLES  # type: ignore[arg-type]
     )
 
 

@@ -75,12 +75,23 @@ class Stateful(DataLoader):
         (lambda: DataLoader(ITEMS, batch_sampler=BatchSampler(RandomSampler(ITEMS), 4, True)), True),
         (lambda: DataLoader(ITEMS, 4), False),
         (lambda: DataLoader(ITEMS[:4000], 4, shuffle=True), False),
+        (lambda: DataLoader(ITEMS, 4, sampler=RandomSampler(ITEMS, True, num_samples=10**12)), False),
         (lambda: DataLoader(ITEMS, batch_size=None, sampler=RandomSampler(ITEMS)), False),
         (lambda: DataLoader(ITEMS, batch_sampler=[[0, 1]] * 5000), False),
         (lambda: DataLoader(ITEMS, 4, shuffle=True, in_order=False), False),
         (lambda: Stateful(ITEMS, 4, shuffle=True), False),
     ],
-    ids=["shuffled", "batch_sampler", "in order", "small", "no batches", "own batches", "any order", "stateful"],
+    ids=[
+        "shuffled",
+        "batch_sampler",
+        "in order",
+        "small",
+        "huge",
+        "no batches",
+        "own batches",
+        "any order",
+        "stateful",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:in_order=False is ineffective")
 def test_loaders_that_torch_shuffles_are_leased(loader, is_leased):
