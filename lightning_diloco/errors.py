@@ -18,7 +18,7 @@
     │       ├── StandbyError          the syncer is a standby, and does not serve the run
     │       └── CorruptMessageError   wrong length, checksum or fields; the message was dropped
     └── StorageError          a write to disk failed, or data on disk is missing or damaged
-        ├── InUseError        a syncer uses the log
+        ├── InUseError        another process uses the log
         └── CorruptLogError   a durable record cannot be read back
 
 A message has three parts: what was found (with values), what is allowed, and what to do. For an unknown name,
@@ -119,7 +119,7 @@ class StorageError(DiLoCoError, OSError):
 
 
 class InUseError(StorageError):
-    """A syncer uses the log."""
+    """A syncer uses the log, or a command reads it."""
 
 
 class CorruptLogError(StorageError):

@@ -50,7 +50,7 @@ def _has_finished(run: Path) -> bool:
 
 def _remove_state(run: Path) -> bool:
     try:
-        with held(run / "syncer" / "log"):
+        with held(run / "syncer" / "log", shared=False):
             for name in _STATE:
                 remove_tree(run / "syncer" / name)
     except (DiLoCoError, OSError) as error:

@@ -8,7 +8,7 @@ Everything else (allocator, kernels, data loader, Python) is not counted.
 3. The syncer holds 12 bytes per parameter, the last three updates, and the data of each open round. While a snapshot is
    being written, its state stays in memory next to the state of later commits.
 
-Source: devices/dense.py, syncer/anchors.py and syncer/store.py; activations after arXiv 2205.05198.
+Source: devices/dense.py, syncer/anchors.py and storage/snapshots.py; activations after arXiv 2205.05198.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ def find(run: str) -> Path | None:
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
     """Return the latest summary of a run; None if it has none."""
     path = run_dir / "summary.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if not path.exists():
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
 
 
 def last_summary(run_dir: Path) -> dict[str, Any] | None:

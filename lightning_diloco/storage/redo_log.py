@@ -267,7 +267,7 @@ class RedoLog:
 
 
 def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
-    """Yield all records of a log up to a torn end, which stays, while no syncer uses it; see `held`.
+    """Yield all records of a log that no syncer uses; see `held`. A torn end is left out, but not cut off.
 
     Raises:
         CorruptLogError: a durable record is damaged, or the log begins after needed_lsn.
@@ -279,11 +279,15 @@ def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Lock a log against syncers during the block."""
+def held(directory: Path, *, shared: bool = True) -> Iterator[None]:
+    """Lock a log against syncers during the block, and unless `shared`, against other readers.
+
+    Raises:
+        InUseError: another process uses it.
+    """
     if not directory.is_dir():
         raise StorageError(f"{directory} does not exist; a run directory must have it; give RUN_DIR")
-    fd = _locked(directory, shared=True)
+    fd = _locked(directory, shared=shared)
     try:
         yield
     finally:
@@ -344,7 +348,7 @@ def _locked(directory: Path, *, shared: bool = False) -> int:
         fd = lock_directory(directory, shared=shared)
     if fd is None:
         raise InUseError(
-            f"{directory} is in use by a syncer; only one process at a time may use it; stop that one, or choose "
-            f"another run directory"
+            f"{directory} is in use by a syncer, or a command reads it; stop it, wait for its end, or choose another "
+            "run directory"
         )
     return fd

@@ -71,7 +71,7 @@ class SnapshotStore:
         self._again_s = 0.0
 
     def write(self, lsn: int, state: Mapping[str, object], tensors: Tensors, *, keeps_oldest: bool = False) -> None:
-        """Write a snapshot, then remove older snapshots; does nothing if this lsn already has a snapshot.
+        """Write a snapshot, unless this lsn already has one, then remove older snapshots.
 
         Args:
             lsn: last log record in the state; not lower than that of an existing snapshot.
@@ -83,21 +83,21 @@ class SnapshotStore:
             StorageError: writing failed; the previous snapshot is kept.
         """
         make_directory(self.directory)
-        older = self.lsns()
-        assert not older or older[-1] <= lsn, f"a snapshot of lsn {older[-1]} is there, {lsn} was to be written"
-        if lsn in older:
-            return
+        lsns = self.lsns()
+        assert not lsns or lsns[-1] <= lsn, f"a snapshot of lsn {lsns[-1]} is there, {lsn} was to be written"
+        older = [each for each in lsns if each < lsn]
         final = self.path(lsn)
         partial = final.with_name(final.name + _PARTIAL)
         remove_tree(partial)
         with storage("write the snapshot", final):
-            self._faults("snapshot:before")
-            partial.mkdir(mode=0o700)
-            self._fill(partial, state, tensors)
-            self._faults("snapshot:before_rename")
-            partial.rename(final)
-            sync_directory(self.directory)
-            self._faults("snapshot:after_rename")
+            if lsn not in lsns:
+                self._faults("snapshot:before")
+                partial.mkdir(mode=0o700)
+                self._fill(partial, state, tensors)
+                self._faults("snapshot:before_rename")
+                partial.rename(final)
+                sync_directory(self.directory)
+                self._faults("snapshot:after_rename")
             for old in older[keeps_oldest:]:
                 removed = self.path(old).with_suffix(_PARTIAL)  # a crash must not leave half of it under its name
                 self.path(old).rename(removed)
@@ -105,7 +105,7 @@ class SnapshotStore:
             self._faults("snapshot:after_remove")
 
     def is_due(self, redo_log: RedoLog, state_bytes: int) -> bool:
-        """Return whether the log has grown as large as the state, and no snapshot is being written."""
+        """Return whether the log has grown as large as the state, unless one is being written, or failed recently."""
         if time.monotonic() < self._again_s or (self._writing is not None and self._writing.is_alive()):
             return False
         return redo_log.nbytes > max(MIN_LOG_BYTES, state_bytes)
@@ -155,7 +155,7 @@ class SnapshotStore:
 
     def _failed(self, error: Exception) -> None:
         self._again_s = time.monotonic() + AGAIN_S
-        log.error("the snapshot was not written, the log keeps growing: %s", error)
+        log.error("the snapshot was not completed, the log keeps growing: %s", error)
 
     def oldest(self) -> Snapshot | None:
         """Open the oldest snapshot; see `latest`."""

@@ -40,7 +40,8 @@ def load_anchor(run_dir: str | os.PathLike[str], module: nn.Module) -> None:
     Raises:
         ConfigError: this is no run directory, or the run has no values yet.
         PlanMismatchError: the module is not the run's model, or its frozen parameters differ.
-        StorageError: a syncer still works in the directory, or its files cannot be read.
+        InUseError: a syncer works in the directory, or another command reads it.
+        StorageError: its files cannot be read.
     """
     manifest, store = read_anchor(Path(run_dir))
     put_anchor(module, manifest, store)
@@ -51,7 +52,7 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
 
     Raises:
         ConfigError: this is no run directory, or the run has no values yet.
-        StorageError: a syncer works in it.
+        InUseError: a syncer works in it, or another command reads it.
         CorruptLogError: the files are damaged.
     """
     if not (run_dir / "syncer" / "log").is_dir():
@@ -62,8 +63,8 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
         raise
     except InUseError as error:
         raise InUseError(
-            f"{run_dir} is still training (its syncer runs): wait for its end or stop it; `diloco snapshot` copies "
-            "a running one"
+            f"{run_dir} is in use: its syncer runs, or another command reads it; wait for its end or stop it; "
+            "`diloco snapshot` copies a running one"
         ) from error
     except StorageError as error:
         raise StorageError(f"{run_dir} cannot be read: {error}") from error

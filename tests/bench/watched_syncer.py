@@ -110,10 +110,11 @@ def watch(journal: Journal) -> None:
         journal.write("restored", fragments=_fragments(store), accounts=accounts, lsn=self.log.last_lsn)
         return store
 
-    def written(self: SyncerStore, record: Any, payload: Any = b"") -> None:
+    def written(self: SyncerStore, record: Any, payload: Any = b"") -> int:
         journal.write("writing", record=record)
-        write(self, record, payload)
-        journal.write("durable", lsn=self.log.last_lsn)
+        lsn = write(self, record, payload)
+        journal.write("durable", lsn=lsn)
+        return lsn
 
     def computed(self: AnchorStore, p: int, outer_gradient: Any, **how: Any) -> Anchor:
         state = next_state(self, p, outer_gradient, **how)

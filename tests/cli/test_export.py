@@ -139,7 +139,7 @@ def test_a_running_run_is_refused(run: Run, tmp_path: Path, capsys: pytest.Captu
     finally:
         syncer.close()
     said = capsys.readouterr().err
-    assert "is still training (its syncer runs): wait for its end or stop it" in said
+    assert "is in use: its syncer runs, or another command reads it; wait for its end or stop it" in said
     assert "Errno" not in said
     assert not (tmp_path / "to").exists()
 

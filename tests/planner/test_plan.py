@@ -17,6 +17,7 @@ from lightning_diloco.planner.bandwidth import Exchange, Machines, Totals
 from lightning_diloco.planner.fixes import cheapest_fix
 from lightning_diloco.planner.memory import FragmentSizes, Training
 from lightning_diloco.planner.plan import Forecast, Scenario, forecast, gib
+from lightning_diloco.storage import snapshots
 from lightning_diloco.syncer.anchors import AnchorStore
 
 SHAPES = {"embed": (64, 32), "layer.0": (64, 64), "layer.1": (64, 64), "norm": (64,)}
@@ -275,6 +276,10 @@ def test_a_model_with_few_slices_gets_fewer_fragments() -> None:
     found = forecast(scenario(shapes={"w": (2, 8)}, mean_names=frozenset()))
     assert found.sizes.count == found.plan.num_fragments <= 2
     assert found.scenario.config.overlap <= found.sizes.count
+
+
+def test_the_forecast_of_the_log_is_that_of_the_syncer() -> None:
+    assert memory.MIN_LOG_BYTES == snapshots.MIN_LOG_BYTES
 
 
 def test_a_long_snapshot_keeps_its_state_in_memory() -> None:

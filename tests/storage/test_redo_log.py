@@ -96,7 +96,7 @@ def test_files_are_private(log: RedoLog, folder: Path) -> None:
 
 
 def test_directory_in_use_is_refused(log: RedoLog, folder: Path) -> None:
-    with pytest.raises(StorageError, match=r"in use by a syncer; .*; stop that one"):
+    with pytest.raises(StorageError, match=r"in use by a syncer, or a command reads it; stop it"):
         RedoLog(folder)
     log.close()
     RedoLog(folder).close()

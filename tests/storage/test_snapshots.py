@@ -64,6 +64,18 @@ def test_same_lsn_is_written_once(tmp_path: Path) -> None:
     assert is_that_of(store.latest(), 1)
 
 
+def test_an_old_snapshot_that_could_not_be_removed_is_removed_by_the_next_try(tmp_path: Path) -> None:
+    """The log is cut after the next try, so an older snapshot would have none."""
+    broken = Faults("snapshot:after_rename", skip=1, error=OSError(errno.EIO, "Input/output error"))
+    store = SnapshotStore(tmp_path, faults=broken)
+    store.write(7, {"seed": 1}, tensors(1))
+    with pytest.raises(StorageError):
+        store.write(9, {"seed": 2}, tensors(2))
+    assert store.lsns() == [7, 9]
+    store.write(9, {"seed": 2}, tensors(2))
+    assert store.lsns() == [9]
+
+
 def test_files_are_private_and_have_a_checksum_file(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     store.write(1, {"seed": 1}, tensors(1))

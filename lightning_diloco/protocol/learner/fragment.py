@@ -20,7 +20,6 @@ from lightning_diloco.protocol.learner.leases import LeaseHolder
 from lightning_diloco.protocol.messages import AskFate, Ready
 
 ASK_AGAIN_S = 3.0
-INTENT_AGAIN_S = 0.1
 ASK_AGAIN_IF_HELD_S = 30.0
 
 
@@ -108,17 +107,6 @@ class Fragment:
     outlived: int | None = None
     answered_with_old: int | None = None
     proof: str = ""
-
-    def wants_intent(self, now_s: float) -> bool:
-        """Return whether to announce now that the fragment is due, at a step boundary.
-
-        The intent may be lost, so it is repeated until it is answered. Steps may take a millisecond: intents of each
-        step would flood the syncer.
-        """
-        if not self.is_due or now_s - self.intent_s < INTENT_AGAIN_S:
-            return False
-        self.intent_s = now_s
-        return True
 
     @property
     def held(self) -> int:

@@ -33,6 +33,7 @@ from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 MAX_REFUSALS = 3
 NUM_ROUNDS = 16
+INTENT_AGAIN_S = 0.1
 
 
 class LearnerState:
@@ -182,7 +183,18 @@ class LearnerState:
             f = self.fragments[p]
             if not f.is_due and event.step + 1 - f.snapshot_step >= self._min_period_steps:
                 f.is_due, f.intent_s = True, float("-inf")
-        return todo + [do.Say(self._intent(p)) for p, f in enumerate(self.fragments) if f.wants_intent(now_s)]
+        return todo + self._intents(now_s)
+
+    def _intents(self, now_s: float) -> list[LearnerAction]:
+        """Return an intent for each fragment that is due.
+
+        An intent may be lost, so it is repeated until it is answered. Steps may take a millisecond, and intents of each
+        step would flood the syncer.
+        """
+        due = [p for p, f in enumerate(self.fragments) if f.is_due and now_s - f.intent_s >= INTENT_AGAIN_S]
+        for p in due:
+            self.fragments[p].intent_s = now_s
+        return [do.Say(self._intent(p)) for p in due]
 
     def _intent(self, p: int, patience_s: float = 0.0) -> msg.Intent:
         return msg.Intent(p, self.step_s, patience_s, self.long_step_s)

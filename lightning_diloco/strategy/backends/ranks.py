@@ -219,7 +219,7 @@ class RanksHooks(DiLoCoHooks):
             self._connector.use_distributed_sampler = self.__dict__.pop("_use_distributed_sampler")
 
     def process_dataloader(self, dataloader: object) -> object:
-        """See `DiLoCoHooks.process_dataloader`."""
+        """See `DataHooks.process_dataloader`."""
         if not self._splits_here:
             return super().process_dataloader(dataloader)
         self._connector.use_distributed_sampler = self._use_distributed_sampler

@@ -302,7 +302,7 @@ def _say_share(slot: int, parts: int) -> None:
         rank_zero_info(
             f"The training data are split in {parts} fixed parts; this learner reads part {slot}. A part whose learner "
             "leaves is not read until another learner joins. lightning_diloco.hf.TextData, and one shuffled DataLoader "
-            f"of {MIN_SAMPLES} to {MAX_SAMPLES} samples, are leased instead, to the learners that are there."
+            f"of {MIN_SAMPLES:,} to {MAX_SAMPLES:,} samples, are leased instead, to the learners that are there."
         )
     elif parts > 1:
         rank_zero_warn(

@@ -252,12 +252,14 @@ class ShardStore:
     def forget(self) -> None:
         """Drop start values that the run's log does not have."""
         self.anchors = None
+        self.snapshots.wait()
         remove_tree(self.snapshots.directory)
 
     def store_seed(self, manifest: Json, values: Mapping[int, Tensor], num_values: int) -> AnchorStore:
         """Make start values durable; see `seeded_store`."""
         store = seeded_store(manifest, values, part=self._part, num_values=num_values)
         self._manifest = manifest
+        self.snapshots.wait()
         remove_tree(self.snapshots.directory)
         self.snapshots.write(self.log.last_lsn, *self._content(store))
         self.anchors = store

@@ -24,7 +24,7 @@ def opened_run(run_dir: Path) -> Iterator[tuple[SyncerState, AnchorStore | None,
         State machine; anchors of all fragments, None if the run has no start values yet; the syncer's files.
 
     Raises:
-        StorageError: a syncer works in the directory.
+        InUseError: a syncer works in the directory, or another command reads it.
         CorruptLogError: the files are damaged, or not all of one moment.
     """
     num_shards = num_shards_of(run_dir)
