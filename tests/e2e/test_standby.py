@@ -49,7 +49,7 @@ def assert_takes_over(pair: Pair, learner: subprocess.Popen[bytes]) -> None:
     assert_whole(pair, 1, ["l0"])
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("num_shards", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards: int) -> None:
     pair = Pair(processes, expect=2, num_shards=num_shards)
     learners = [processes.learner(name) for name in ("l0", "l1")]
