@@ -69,7 +69,6 @@ class DiLoCoHooks(DataHooks):
     _run_options: dict[str, Any]
     _learner: LearnerConfig
     _token_count_fn: TokenCountFn | None
-    _fit: DiLoCoFit | None = None  # None before and after a fit
     _has_inner = False  # whether the user chose the final class, by `inner=`
     _built: ModelDescription | None = None
 
@@ -95,24 +94,9 @@ class DiLoCoHooks(DataHooks):
         return None if self._joined is None else self._joined.link.standing()
 
     @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def _joined(self) -> DiLoCoFit | None:
-        """The fit while this learner is a member of a run."""
-        return self._fit if self._fit is not None and self._fit.is_member else None
-
-    @property
     def _exchanging(self) -> bool:
         """See `DiLoCoFit.is_exchanging`; False outside a fit."""
         return self._fit is not None and self._fit.is_exchanging
-
-    @property
-    def _present(self) -> DiLoCoFit:
-        assert self._fit is not None, "there is no fit"
-        return self._fit
 
     # --- launch --------------------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ class MergeWorker:
             jobs.put(None)
 
     def run(
-        self, k: int, install: Callable[[DurableCommit], object], hear: Callable[[events.SyncerEvent], object]
+        self, k: int, announce: Callable[[DurableCommit], object], hear: Callable[[events.SyncerEvent], object]
     ) -> None:
         """Do the work of shard k until `end`; pass on what comes of it. The thread of the shard."""
         if k == 0:
@@ -99,7 +99,7 @@ class MergeWorker:
         while (job := self._jobs[k].get()) is not None:
             for made in self.merge(job) if isinstance(job, MergeJob) else self.commit(job):
                 if isinstance(made, DurableCommit):
-                    install(made)
+                    announce(made)
                 else:
                     hear(made)
 

@@ -128,7 +128,7 @@ class SyncerService:
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
-        merge = partial(self._merger.run, install=self._announcer.commit, hear=self._inbox.put)
+        merge = partial(self._merger.run, announce=self._announcer.commit, hear=self._inbox.put)
         run_threads = {
             "loop": self._loop,
             **{f"merge-{k}": partial(merge, k) for k in range(len(self._shards))},

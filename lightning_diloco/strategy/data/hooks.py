@@ -55,12 +55,10 @@ log = logging.getLogger(__name__)
 
 
 class DataHooks(Strategy):
-    """Base class of `DiLoCoHooks`, which has the fit."""
+    """Base class of `DiLoCoHooks`: the current fit, and the hooks for training data."""
 
     _learner: LearnerConfig
-    _trainer: pl.Trainer
-    _joined: DiLoCoFit | None
-    _present: DiLoCoFit
+    _fit: DiLoCoFit | None = None  # None before and after a fit
     _leased: RangeLoader | None = None
     _leased_as: tuple[object, ...] = ()
     _leased_whole: int | None = None
@@ -68,6 +66,21 @@ class DataHooks(Strategy):
     _preparing_train_loader = False
     _is_share_said = False
     _users_val_check: tuple[int, int] | None = None
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _joined(self) -> DiLoCoFit | None:
+        """The fit while this learner is a member of a run."""
+        return self._fit if self._fit is not None and self._fit.is_member else None
+
+    @property
+    def _present(self) -> DiLoCoFit:
+        assert self._fit is not None, "there is no fit"
+        return self._fit
 
     @property
     def data_part(self) -> tuple[int, int] | None:
