@@ -32,6 +32,7 @@ class Member:
         state: joining (granted), confirmed (waits for the start), active, left, or fenced.
         is_lapsed: its lease ran out; it may return.
         phase: activity of the learner, as last reported.
+        drained_s: when it first reported that it drains.
         connection: highest connection number received.
         fates: per fragment, the last (seq, fate, version, reason, kept); `kept` is the merged part of the values, 0..1.
         last_seq: per fragment, the highest seq received.
@@ -49,6 +50,7 @@ class Member:
     state: State = "joining"
     is_lapsed: bool = False
     phase: Phase = "stepping"
+    drained_s: float | None = None
     connection: int = 0
     where: str = ""
     site: str = ""
@@ -108,6 +110,8 @@ class Member:
         """Store a progress report."""
         if progress.step > self.step or (phase == "stepping" and self.phase != "stepping"):
             self.stepped_s = now_s
+        if phase == "draining" and self.drained_s is None:
+            self.drained_s = now_s
         self.step, self.tokens, self.landed, self.phase = progress.step, progress.tokens, progress.landed, phase
 
     def heard_stepping(self, step_s: float, now_s: float) -> None:

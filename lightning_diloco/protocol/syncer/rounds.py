@@ -10,7 +10,7 @@
    row, one round waits for it, up to a limit.
 4. Learners that finish together evaluate before they drain. A draining learner's intent waits while others evaluate,
    and its round waits for all of the electorate, both up to the learner's patience. So the last contributions are
-   merged in one round instead of one after the other.
+   merged in one round instead of one after the other. The patience ends MAX_PATIENCE_S after the start of the drain.
 5. The step times that a learner reports lengthen the waits of others by at most MAX_SLOWER times their own step times,
    and never beyond MAX_WAIT_S (`_believed_s`). A learner that has not answered ANSWER_STEPS steps after the wait leaves
    the electorate, whatever the quorum.
@@ -49,7 +49,7 @@ OWED_AFTER = 2
 WAIT_FOR_OWED_STEPS = 10
 MAX_SLOWER = 4.0
 MAX_WAIT_S = 600.0
-MAX_PATIENCE_S = 60.0  # upper limit of a draining learner's patience
+MAX_PATIENCE_S = 60.0
 ANSWER_STEPS, ANSWER_FLOOR_S = 10, 10.0
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
@@ -200,7 +200,9 @@ class Rounds:
             self._believed_s(said_s, electorate, opener) for said_s in (intent.step_s, intent.boundary_s)
         )
         f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
-        patience_s = min(intent.patience_s, max(MAX_PATIENCE_S, ANSWER_STEPS * step_s))
+        drained_s = self.roster[opener].drained_s
+        longest_s = 0.0 if drained_s is None else drained_s + max(MAX_PATIENCE_S, ANSWER_STEPS * step_s) - now_s
+        patience_s = min(intent.patience_s, longest_s)
         f.round.until_s = now_s + max(boundary_s + self._grace_s(step_s), patience_s)
         f.round.answers_until_s = f.round.until_s + max(ANSWER_FLOOR_S, ANSWER_STEPS * step_s)
         self.next_round += 1

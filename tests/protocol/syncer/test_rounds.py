@@ -134,6 +134,20 @@ def test_patience_is_limited(syncer: Syncer) -> None:
     assert syncer.round().until_s == pytest.approx(syncer.now_s + MAX_PATIENCE_S)
 
 
+def test_patience_ends_a_minute_after_the_start_of_the_drain_whatever_the_learner_reports(syncer: Syncer) -> None:
+    """A learner that drained for ever, and never answered, stalled every round that it opened."""
+    syncer.beat("a", tokens=120, phase="draining")
+    syncer.tick(MAX_PATIENCE_S - 1.0)
+    for name in ("a", "b"):
+        syncer.beat(name, tokens=120)
+    syncer.beat("a", tokens=120, phase="draining")
+    syncer.tell("a", msg.Intent(0, 1.0, 60.0))
+    syncer.tell("b", ready(stop=10))
+    syncer.tick(3.0)
+
+    assert syncer.round().stage != "collecting"
+
+
 def test_a_draining_learner_does_not_wait_for_an_evaluating_learner_that_lapsed(syncer: Syncer) -> None:
     syncer.beat("b", phase="evaluating")
     syncer.now_s += 60.0
