@@ -126,6 +126,29 @@ def recycled_buffer(**patched: Any) -> dict[str, bool]:
     return {"equal": torch.equal(one, other)}
 
 
+def buffer_in_use(*, recycles: bool = False) -> dict[str, bool]:
+    """Take a snapshot while another is encoded; it must not get a buffer that the link thread uses."""
+    one, rig = LateRig(torch.bfloat16), LateRig(torch.bfloat16, late.NAME)
+    wanted = [one.contribute(p).payload for p in (1, 2) if one.train() is None]
+    rig.train()
+    device, stored, snapshots = rig.device, rig.device._stored, []
+
+    def stored_beside_training(fragment: int, anchor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        found = stored(fragment, anchor, out)
+        if recycles:
+            device._spare.append(out)
+        rig.train()
+        with ThreadPoolExecutor(1, "training") as training:
+            snapshots.append(training.submit(device.snapshot, 2).result())
+        late.default.run(late.default.num_queued)
+        return found
+
+    with mock.patch.object(device, "_stored", stored_beside_training):
+        payloads = [device.encode(device.snapshot(1)).payload]
+    payloads.append(device.encode(snapshots[0]).payload)
+    return {"equal": all(map(torch.equal, payloads, wanted))}
+
+
 def work_beside_training(**patched: Any) -> dict[str, float]:
     """Read, beside training, what training has written before its last mark."""
     with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
@@ -168,6 +191,12 @@ def payload_is_there(**patched: Any) -> dict[str, bool]:
     found = payload.clone()
     torch.late.synchronize()  # type: ignore[attr-defined]
     return {"complete": torch.equal(found, payload)}
+
+
+def payload_in_one_queue(**patched: Any) -> dict[str, bool]:
+    """Read a contribution as on a device without side streams, but with pinned memory."""
+    with mock.patch.object(streams, "_has_side_streams", return_value=False):
+        return payload_is_there(**patched)
 
 
 def loss_is_read() -> dict[str, Any]:
@@ -250,10 +279,14 @@ CASES = {
     "control: no events": lambda: equals_the_cpu(_wait_for_training=lambda self: None),
     "recycled": recycled_buffer,
     "control: a recycled buffer is taken at once": lambda: recycled_buffer(_take=DenseFragments._take),
+    "in use": buffer_in_use,
+    "control: a buffer is recycled while it is used": lambda: buffer_in_use(recycles=True),
     "beside": work_beside_training,
     "control: work begins at once": lambda: work_beside_training(_wait_for_training=lambda self: None),
     "payload": payload_is_there,
     "control: the payload is not waited for": lambda: payload_is_there(_aside=_aside_without_a_wait),
+    "payload in one queue": payload_in_one_queue,
+    "control: the payload of one queue is not waited for": lambda: payload_in_one_queue(_aside=_aside_without_a_wait),
     "one queue": one_queue,
     "without float64": without_double,
     "says": says_what_is_missing,

@@ -63,6 +63,11 @@ def test_a_buffer_is_written_after_the_landing_that_reads_it(found):
     assert found["control: a recycled buffer is taken at once"] == {"equal": False}
 
 
+def test_a_snapshot_gets_no_buffer_that_is_used_beside_training(found):
+    assert found["in use"] == {"equal": True}
+    assert found["control: a buffer is recycled while it is used"] == {"equal": False}
+
+
 def test_work_beside_training_begins_after_what_it_reads(found):
     assert found["beside"] == {"read": 1.0}
     assert found["control: work begins at once"] == {"read": 0.0}
@@ -73,8 +78,9 @@ def test_the_training_thread_never_waits(found):
 
 
 def test_a_contribution_is_complete_when_it_is_returned(found):
-    assert found["payload"] == {"complete": True}
+    assert found["payload"] == found["payload in one queue"] == {"complete": True}
     assert found["control: the payload is not waited for"] == {"complete": False}
+    assert found["control: the payload of one queue is not waited for"] == {"complete": False}
 
 
 def test_a_loss_is_read_before_training_changes_it(found):
