@@ -29,8 +29,9 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > runs > live | tracking | hf | plots | simulate | planner > strategy > learner | syncer > manifest"
-    " > storage > devices | transport > protocol | core | process > config | environment > errors | pytorch_lightning"
+    "cli > __init__ > runs | tpu > live | tracking | hf | plots | simulate | planner > strategy > learner | syncer"
+    " > manifest > storage > devices | transport > protocol | core | process > config | environment > errors"
+    " | pytorch_lightning"
 )
 NARROWER = {
     "simulate": "core protocol config errors",

@@ -4,6 +4,8 @@
 2. All other types are treated as having one queue, because some of their modules offer streams that do nothing. Work is
    then in order by itself, and waiting for a result means waiting for all work before it.
 3. If memory cannot be pinned, host transfers block the calling thread.
+4. A warning says once for each type what it lacks.
+5. Nothing needs float64 on the device, which some types do not have.
 
 A new type needs no code here unless it has side streams.
 """
@@ -29,16 +31,19 @@ class Streams:
 
     Args:
         device: the accelerator.
+
+    Attributes:
+        has_side_streams: whether work on another stream runs in parallel with training.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
-        self._has_side_streams = device.type in WITH_SIDE_STREAMS
+        self.has_side_streams = _has_side_streams(device.type)
         self._can_pin = _can_pin(device.type)
 
     def side(self) -> Any:
         """Return a new stream for work in parallel with training; None without side streams."""
-        return self._module.Stream(self._device) if self._has_side_streams else None
+        return self._module.Stream(self._device) if self.has_side_streams else None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which this stream is the thread's current one."""
@@ -53,7 +58,7 @@ class Streams:
 
     def recorded(self) -> Any:
         """Return an event at the end of the current stream's work; None without side streams."""
-        if not self._has_side_streams:
+        if not self.has_side_streams:
             return None
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
@@ -85,10 +90,13 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
     Returns:
         A function, callable from any thread, that waits for the value and returns it.
     """
-    if number.device.type not in WITH_SIDE_STREAMS:
+    if number.device.type in ("cpu", "xla"):
         return lambda: float(number.cpu())
-    # The copy runs on the training stream; the reading thread has a different current stream.
     streams = Streams(number.device)
+    if not streams.has_side_streams:
+        kept = number.detach().clone()  # training may change the number before it is read
+        return lambda: float(kept.cpu())
+    # The copy runs on the training stream; the reading thread has a different current stream.
     host = streams.to_host(number)
     is_there = streams.recorded()
 
@@ -100,10 +108,18 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
 
 
 @cache
+def _has_side_streams(kind: str) -> bool:
+    if kind not in WITH_SIDE_STREAMS:
+        log.warning("devices of type %s have one queue here: exchanges run in order with training and delay it", kind)
+    return kind in WITH_SIDE_STREAMS
+
+
+@cache
 def _can_pin(kind: str) -> bool:
     try:
         torch.empty(1, pin_memory=True)
     except (RuntimeError, NotImplementedError) as error:
-        log.info("host memory cannot be pinned for %s (%s); transfers block", kind, error)
+        reason = str(error).partition("\n")[0]
+        log.warning("host memory cannot be pinned for %s (%s): copies from and to the device block", kind, reason)
         return False
     return True

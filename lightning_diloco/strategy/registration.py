@@ -24,7 +24,7 @@ _BACKENDS = "lightning_diloco.strategy.backends"
 ACCELERATORS = {
     "xla": (f"{_BACKENDS}.xla_accelerator", "PjrtAccelerator", "PJRT devices"),
     "torch": (f"{_BACKENDS}.torch_accelerator", "TorchAccelerator", "devices of torch.accelerator"),
-    "torch_tpu": (f"{_BACKENDS}.torch_accelerator", "TorchTPUAccelerator", "chips of TorchTPU"),
+    "torch_tpu": (f"{_BACKENDS}.torch_accelerator", "TorchTPUAccelerator", "chips of TorchTPU, unmeasured"),
 }
 """Module, class and description by the name for `Trainer(accelerator=...)`."""
 

@@ -147,7 +147,14 @@ def get_rng_state(device: Any = "tpu") -> torch.Tensor:
 class Event:
     """A position in the only queue."""
 
-    def __init__(self, enable_timing: bool = False, device: Any = None) -> None:
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+        device: Any = None,
+    ) -> None:
         pass
 
     def record(self, stream: Any = None) -> Event:
@@ -165,7 +172,7 @@ class Event:
 class Stream:
     """An alias of the only queue."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = device
 
     def wait_event(self, event: Event) -> None:

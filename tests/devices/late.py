@@ -6,6 +6,7 @@
    once, values come later.
 3. `waits` lists the threads that have waited for the device.
 4. Copies from host memory read it when they run, as copies from pinned memory do, unless they block.
+5. With `has_double = False`, a float64 tensor on the device is an error, as on devices without this type.
 
 PyTorch knows one such back end per process, so tests run it in a process of its own. The interface for Python back ends
 is not in torch 2.9; it is in 2.13. The module itself can be imported with both.
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map
 NAME = "late"
 waits: list[str] = []
 imprecise = False  # whether results have only the digits of bfloat16
+has_double = True
 _running = threading.RLock()
 _own = threading.local()
 _libraries: list[torch.library.Library] = []
@@ -97,6 +99,8 @@ def stream(chosen: Stream) -> Any:
 
 def late(data: torch.Tensor) -> torch.Tensor:
     """Return a tensor of this device with these data."""
+    if data.dtype == torch.float64 and not has_double:
+        raise TypeError(f"{NAME} does not support float64")
     tensor: torch.Tensor = torch._C._acc.create_empty_tensor(tuple(data.shape), data.dtype)
     _data[tensor.untyped_storage()._cdata] = data
     return tensor

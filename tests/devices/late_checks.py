@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, ClassVar
 from unittest import mock
@@ -22,6 +22,7 @@ import lightning_diloco
 from lightning_diloco.devices import streams
 from lightning_diloco.devices.accelerator import AcceleratorFragments
 from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.devices.streams import to_be_read
 from lightning_diloco.errors import ConfigError
 from tests.devices import late
@@ -29,6 +30,7 @@ from tests.devices.rig import SHAPES, Rig, lands_alike
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 ALIGN = ("carry", "overwrite", "blend")
+CAN_PIN, EMPTY = streams._can_pin, torch.empty
 
 
 @contextmanager
@@ -61,12 +63,107 @@ def one_queue() -> dict[str, str]:
     """Run as on a device without side streams and pinned memory."""
     nothing = mock.Mock(side_effect=AssertionError("neither streams nor pinned memory may be used"))
     with (
-        mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()),
+        mock.patch.object(streams, "_has_side_streams", return_value=False),
         mock.patch.object(streams, "_can_pin", return_value=False),
         mock.patch.object(torch.late, "Stream", nothing),
         mock.patch.object(torch.Tensor, "pin_memory", nothing),
     ):
         return equals_the_cpu()
+
+
+def without_double() -> dict[str, str]:
+    """Run as on a device without float64; a learner with float64 parameters must fail, or this shows nothing."""
+    with mock.patch.object(late, "has_double", False):
+        return equals_the_cpu()
+
+
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    handler = logging.Handler()
+    lines: list[str] = []
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)
+    streams.log.addHandler(handler)
+    yield lines
+    streams.log.removeHandler(handler)
+    logging.disable(logging.WARNING)
+
+
+def says_what_is_missing() -> dict[str, list[str]]:
+    """Make two learners on a device without side streams and pinned memory."""
+    with (
+        mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()),
+        mock.patch.object(streams, "_has_side_streams", cache(streams._has_side_streams.__wrapped__)),
+        mock.patch.object(streams, "_can_pin", cache(CAN_PIN.__wrapped__)),
+        mock.patch.object(torch, "empty", EMPTY),
+        _said() as lines,
+    ):
+        for _ in range(2):
+            LateRig(where=late.NAME)
+    return {"said": lines}
+
+
+def recycled_buffer(**patched: Any) -> dict[str, bool]:
+    """Land while the link thread encodes: it takes a buffer that the landing, which has not run yet, still reads."""
+    with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
+        rigs = [LateRig(torch.bfloat16, where) for where in ("cpu", late.NAME)]
+        for rig in rigs:
+            rig.train()
+            device = rig.device
+            staged = device.stage(0, Update(full=None, chain=[rig.published(0)], sent=None))
+            snapshot, settle = device.snapshot(1), device.settle
+            with ThreadPoolExecutor(1, "link") as link:
+
+                def land(device: Any = device, staged: Any = staged, settle: Any = settle) -> None:
+                    settle()
+                    if staged is not None:
+                        with ThreadPoolExecutor(1, "training") as training:
+                            training.submit(device.land, 0, staged).result()
+
+                with mock.patch.object(device, "settle", land):
+                    link.submit(device.encode, snapshot).result()
+        one, other = (rig.device.local_values(0) for rig in rigs)
+    return {"equal": torch.equal(one, other)}
+
+
+def buffer_in_use(*, recycles: bool = False) -> dict[str, bool]:
+    """Take a snapshot while another is encoded; it must not get a buffer that the link thread uses."""
+    one, rig = LateRig(torch.bfloat16), LateRig(torch.bfloat16, late.NAME)
+    wanted = [one.contribute(p).payload for p in (1, 2) if one.train() is None]
+    rig.train()
+    device, stored, snapshots = rig.device, rig.device._stored, []
+
+    def stored_beside_training(fragment: int, anchor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        found = stored(fragment, anchor, out)
+        if recycles:
+            device._spare.append(out)
+        rig.train()
+        with ThreadPoolExecutor(1, "training") as training:
+            snapshots.append(training.submit(device.snapshot, 2).result())
+        late.default.run(late.default.num_queued)
+        return found
+
+    with mock.patch.object(device, "_stored", stored_beside_training):
+        payloads = [device.encode(device.snapshot(1)).payload]
+    payloads.append(device.encode(snapshots[0]).payload)
+    return {"equal": all(map(torch.equal, payloads, wanted))}
+
+
+def work_beside_training(**patched: Any) -> dict[str, float]:
+    """Read, beside training, what training has written before its last mark."""
+    with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
+        device: Any = LateRig(where=late.NAME).device
+        written = torch.zeros((), device=late.NAME)
+        torch.late.synchronize()  # type: ignore[attr-defined]
+        written.add_(1)
+        device._mark()
+        with ThreadPoolExecutor(1, "link") as link:
+
+            def read() -> torch.Tensor:
+                with device._aside():
+                    return device._to_host(written)  # type: ignore[no-any-return]
+
+            return {"read": float(link.submit(read).result())}
 
 
 def waits_of_training() -> dict[str, Any]:
@@ -96,13 +193,27 @@ def payload_is_there(**patched: Any) -> dict[str, bool]:
     return {"complete": torch.equal(found, payload)}
 
 
-def loss_is_read() -> dict[str, float]:
+def payload_in_one_queue(**patched: Any) -> dict[str, bool]:
+    """Read a contribution as on a device without side streams, but with pinned memory."""
+    with mock.patch.object(streams, "_has_side_streams", return_value=False):
+        return payload_is_there(**patched)
+
+
+def loss_is_read() -> dict[str, Any]:
     """Read a loss in another thread while training changes it."""
     loss = torch.ones((), device=late.NAME) * 3
+    late.waits.clear()
     read = to_be_read(loss)
     loss.zero_()
+    waited = list(late.waits)
     with ThreadPoolExecutor(1) as other:
-        return {"read": other.submit(read).result()}
+        return {"read": other.submit(read).result(), "training": waited}
+
+
+def loss_in_one_queue() -> dict[str, Any]:
+    """Read a loss as on a device without side streams."""
+    with mock.patch.object(streams, "_has_side_streams", return_value=False):
+        return loss_is_read()
 
 
 def other_arithmetic() -> dict[str, str]:
@@ -121,40 +232,67 @@ class Line(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(4))
+        self.register_buffer("wanted", torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         """Squared error."""
-        wanted = torch.tensor([1.0, 2.0, 3.0, 4.0], device=self.device)
-        return ((batch * (self.weight - wanted)) ** 2).mean()
+        return ((batch * (self.weight - self.wanted)) ** 2).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Waits(L.Callback):
+    """Counts the waits of the training thread in steps after a warm-up."""
+
+    def __init__(self) -> None:
+        self.by_step: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the number so far."""
+        self.by_step.append(late.waits.count(threading.current_thread().name))
+
+
 def fit() -> dict[str, Any]:
     """Run a fit with an embedded syncer."""
+    waits = Waits()
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator="torch", devices=1, max_steps=300, default_root_dir=folder, logger=False,
-            strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=4), enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=4, checkpoint_every=0),
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[waits],
         )  # fmt: skip
         module = Line()
         late.waits.clear()
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4))
     threads = {name for name in late.waits if name != threading.main_thread().name}
-    return {"weight": module.weight.detach().cpu().tolist(), "other threads": sorted(threads)}
+    return {
+        "weight": module.weight.detach().cpu().tolist(),
+        "other threads": sorted(threads),
+        "waits in steps": waits.by_step[-1] - waits.by_step[20],
+    }
 
 
 CASES = {
     "equals the CPU": equals_the_cpu,
     "control: no events": lambda: equals_the_cpu(_wait_for_training=lambda self: None),
+    "recycled": recycled_buffer,
+    "control: a recycled buffer is taken at once": lambda: recycled_buffer(_take=DenseFragments._take),
+    "in use": buffer_in_use,
+    "control: a buffer is recycled while it is used": lambda: buffer_in_use(recycles=True),
+    "beside": work_beside_training,
+    "control: work begins at once": lambda: work_beside_training(_wait_for_training=lambda self: None),
     "payload": payload_is_there,
     "control: the payload is not waited for": lambda: payload_is_there(_aside=_aside_without_a_wait),
+    "payload in one queue": payload_in_one_queue,
+    "control: the payload of one queue is not waited for": lambda: payload_in_one_queue(_aside=_aside_without_a_wait),
     "one queue": one_queue,
+    "without float64": without_double,
+    "says": says_what_is_missing,
     "waits": waits_of_training,
     "loss": loss_is_read,
+    "loss in one queue": loss_in_one_queue,
     "other arithmetic": other_arithmetic,
     "fit": fit,
 }

@@ -45,17 +45,46 @@ def test_a_device_with_one_queue_needs_no_streams(found):
     assert set(found["one queue"].values()) == {"equal"}
 
 
+def test_a_device_without_float64_needs_none(found):
+    alike = found["without float64"]
+    assert {how for name, how in alike.items() if "float64" not in name} == {"equal"}
+    assert {how for name, how in alike.items() if "float64" in name} == {"TypeError"}, "parameters of that type"
+
+
+def test_a_warning_says_once_what_a_device_lacks(found):
+    queue, memory = found["says"]["said"]
+    assert queue == "devices of type late have one queue here: exchanges run in order with training and delay it"
+    assert memory.startswith("host memory cannot be pinned for late (")
+    assert memory.endswith("): copies from and to the device block")
+
+
+def test_a_buffer_is_written_after_the_landing_that_reads_it(found):
+    assert found["recycled"] == {"equal": True}
+    assert found["control: a recycled buffer is taken at once"] == {"equal": False}
+
+
+def test_a_snapshot_gets_no_buffer_that_is_used_beside_training(found):
+    assert found["in use"] == {"equal": True}
+    assert found["control: a buffer is recycled while it is used"] == {"equal": False}
+
+
+def test_work_beside_training_begins_after_what_it_reads(found):
+    assert found["beside"] == {"read": 1.0}
+    assert found["control: work begins at once"] == {"read": 0.0}
+
+
 def test_the_training_thread_never_waits(found):
     assert found["waits"] == {"training": [], "nothing had run": True, "link": ["link"]}
 
 
 def test_a_contribution_is_complete_when_it_is_returned(found):
-    assert found["payload"] == {"complete": True}
+    assert found["payload"] == found["payload in one queue"] == {"complete": True}
     assert found["control: the payload is not waited for"] == {"complete": False}
+    assert found["control: the payload of one queue is not waited for"] == {"complete": False}
 
 
 def test_a_loss_is_read_before_training_changes_it(found):
-    assert found["loss"] == {"read": 3.0}
+    assert found["loss"] == found["loss in one queue"] == {"read": 3.0, "training": []}
 
 
 def test_a_device_with_other_sums_is_refused(found):
@@ -65,3 +94,4 @@ def test_a_device_with_other_sums_is_refused(found):
 def test_a_trainer_trains_on_it(found):
     assert found["fit"]["weight"] == pytest.approx([1, 2, 3, 4], rel=0.2)
     assert "diloco-worker" in found["fit"]["other threads"], "contributions were encoded beside training"
+    assert found["fit"]["waits in steps"] == 0, "no hook waits for the device, at snapshots, landings or losses"

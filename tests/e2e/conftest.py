@@ -54,12 +54,12 @@ class Processes:
         self.stop_file = root / "stop"
         self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
 
-    def start(self, name: str, *argv: object, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *argv: object, python: str = sys.executable, **env: str) -> subprocess.Popen[bytes]:
         own = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         own |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(HERE.parents[1]), **env}
         with (self.root / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *map(str, argv)],
+                [python, *map(str, argv)],
                 stdout=log,
                 stderr=log,
                 env=own,

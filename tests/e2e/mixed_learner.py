@@ -1,4 +1,4 @@
-"""A learner of a mixed fleet: on CPUs or on a stand-in for an accelerator, in any precision, with any number of ranks.
+"""A learner of a mixed fleet: on CPUs, on XLA or on a stand-in for an accelerator, in any precision, of any size.
 
 Each rank writes the digests of the anchors that it had at the ends of steps to OUT.<rank>.json, rank 0 by fragment and
 version.

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.backends.torch_accelerator import TorchAccelerator, TorchTPUAccelerator
+from lightning_diloco.strategy.backends.torch_accelerator import TorchAccelerator
+from lightning_diloco.tpu import TorchTPUAccelerator
 
 
 @pytest.fixture

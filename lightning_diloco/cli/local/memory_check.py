@@ -1,7 +1,7 @@
 """Checks whether a recipe's language model fits this machine, before anything is loaded.
 
 1. Learners on CPUs and the syncer share the machine's memory, or the container's limit. A learner on GPUs needs its
-   share of the model on each GPU.
+   share of the model on each GPU. A GPU without memory of its own (Apple's) uses that of the machine.
 2. Only models of `lightning_diloco.hf` are checked. The check builds the model, and building any other model twice may
    have side effects. A model whose vocabulary size needs a tokenizer download is not checked either.
 3. The check counts the same memory as `diloco plan`. A model just below the limit may still fail.
@@ -21,6 +21,9 @@ from lightning_diloco.planner.memory import Items
 from lightning_diloco.planner.plan import Forecast, forecast, gib
 from lightning_diloco.process.machine import memory_here
 
+ON_GPU = ("gpu", "cuda", "auto", "torch")
+"""Names for `Trainer(accelerator=...)` that use the GPU of this machine, if there is one."""
+
 
 def check_room(recipe: Path, config: Any, num_here: int) -> None:
     """Refuse a model that cannot fit.
@@ -37,9 +40,9 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
         return
     drawn = blueprint(config)
     found = forecast(scenario_of(drawn, {"num_learners": num_here}))
-    on_gpu = _trains_on_gpu(drawn)
-    if on_gpu:
-        needed, there = sum(found.device.values()), torch.cuda.get_device_properties(0).total_memory
+    of_gpu = _memory_of_gpu(drawn)
+    if of_gpu is not None:
+        needed, there = sum(found.device.values()), of_gpu
         what = f"each device of a learner needs {_said(found.device)}"
     else:
         needed, there = _needed_together(found, num_here), memory_here()
@@ -47,13 +50,18 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
     if needed > there:
         raise ConfigError(
             f"{recipe} does not fit this machine: {what}; there are {gib(there)} "
-            f"{'on the device' if on_gpu else 'of memory'}; use a smaller model or a larger machine; "
+            f"{'of memory' if of_gpu is None else 'on the device'}; use a smaller model or a larger machine; "
             f"`diloco plan {recipe}` shows what it needs"
         )
 
 
-def _trains_on_gpu(drawn: Blueprint) -> bool:
-    return drawn.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+def _memory_of_gpu(drawn: Blueprint) -> int | None:
+    """Return the memory of the first GPU; None if the learner trains on none, or if it has no memory of its own."""
+    if drawn.accelerator not in ON_GPU or not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    properties = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    return None if properties is None else getattr(properties(0), "total_memory", None)
 
 
 def _needed_together(found: Forecast, num_here: int) -> int:

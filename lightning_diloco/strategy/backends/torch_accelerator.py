@@ -78,7 +78,7 @@ class TorchAccelerator(Accelerator):
 
 
 class TorchTPUAccelerator(TorchAccelerator):
-    """Chips of TorchTPU (`torch_tpu.py`)."""
+    """Chips of TorchTPU (`torch_tpu.py`); unmeasured, because it has never run on a TPU."""
 
     @staticmethod
     @override

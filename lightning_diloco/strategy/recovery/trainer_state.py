@@ -12,7 +12,7 @@
    added here and their parameters are trainable again. The state of such a callback depends on the epoch, so a peer's
    is taken over.
 
-Random states are those of torch, CUDA, numpy and Python; the random state of an XLA device is not kept.
+Random states are those of torch, CUDA, numpy and Python; those of XLA devices and other accelerators are not kept.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightning_diloco.cli import fit
 from lightning_diloco.cli.local import memory_check
@@ -50,6 +52,33 @@ def test_every_learner_on_the_machine_counts(monkeypatch: pytest.MonkeyPatch) ->
     check(TINY, 1)
     with pytest.raises(ConfigError, match="3 learner"):
         check(TINY, 3)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("accelerator", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_gpu_needs_room_for_one_learner(accelerator: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    memory = SimpleNamespace(total_memory=1 << 40)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_properties=lambda _: memory))
+    check(TINY, 2, f"--trainer.accelerator={accelerator}")
+    memory.total_memory = 1000
+    with pytest.raises(ConfigError, match=r"each device of a learner needs .* on the device"):
+        check(TINY, 2, f"--trainer.accelerator={accelerator}")
+    with pytest.raises(ConfigError, match="2 learner"):
+        check(TINY, 2, "--trainer.accelerator=cpu")
+
+
+@pytest.mark.seconds
+def test_a_gpu_without_memory_of_its_own_uses_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 1000)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
+    with pytest.raises(ConfigError, match="2 learner"):
+        check(TINY, 2, "--trainer.accelerator=auto")
 
 
 def test_the_memory_limit_of_a_container_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

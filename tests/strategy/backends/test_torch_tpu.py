@@ -175,6 +175,12 @@ class Wheel:
         """Return the functions of a source file by name; of several with one name, the last."""
         return {it.name: it for it in ast.walk(ast.parse(self.text(name))) if isinstance(it, ast.FunctionDef)}
 
+    def methods(self, name: str, of: str) -> dict[str, ast.FunctionDef]:
+        """Return the methods of a class of a source file by name."""
+        classes = (it for it in ast.walk(ast.parse(self.text(name))) if isinstance(it, ast.ClassDef))
+        found = next(it for it in classes if it.name == of)
+        return {it.name: it for it in found.body if isinstance(it, ast.FunctionDef)}
+
 
 @pytest.fixture(scope="module")
 def wheel() -> Wheel:
@@ -191,13 +197,30 @@ def internal(function: ast.FunctionDef) -> str | None:
     return None
 
 
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters, without those that stand for an object or a class."""
+    given = function.args
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+    return [it.arg for it in arguments if it.arg not in ("self", "cls")]
+
+
+def test_streams_and_events_have_the_signatures_of_the_wheel(wheel: Wheel) -> None:
+    module = wheel.functions("_internal/device/_device_module.py")
+    for name, ours in (("Stream", fake_tpu.Stream), ("Event", fake_tpu.Event), ("stream", fake_tpu.stream)):
+        assert list(inspect.signature(ours).parameters) == parameters(module[name]), name
+    for ours in (fake_tpu.Stream, fake_tpu.Event):
+        theirs = wheel.methods("_internal/stream/streams.py", f"Tpu{ours.__name__}")
+        for name in vars(ours).keys() - {"__init__"}:
+            if inspect.isfunction(method := getattr(ours, name)):
+                assert list(inspect.signature(method).parameters)[1:] == parameters(theirs[name]), name
+
+
 def test_the_stand_in_is_as_strict_as_the_wheel(wheel: Wheel) -> None:
     theirs = wheel.functions("_internal/device/_device_module.py")
     strict = {name: instead for name, it in theirs.items() if (instead := internal(it)) is not None}
     assert strict == fake_tpu.INSTEAD
     for name in strict:
-        arguments = [argument.arg for argument in theirs[name].args.args if argument.arg != "cls"]
-        assert list(inspect.signature(getattr(fake_tpu, name)).parameters) == arguments, name
+        assert list(inspect.signature(getattr(fake_tpu, name)).parameters) == parameters(theirs[name]), name
 
 
 def test_ranks_are_launched_as_the_wheel_requires(wheel: Wheel) -> None:
