@@ -42,7 +42,8 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
         needed, there = sum(found.device.values()), torch.cuda.get_device_properties(0).total_memory
         what = f"each device of a learner needs {_said(found.device)}"
     else:
-        needed, there = _needed_together(found, num_here), memory_here()
+        num_hosts = config["trainer"].get("num_nodes") or 1
+        needed, there = _needed_together(found, num_here, num_hosts), memory_here()
         what = f"{num_here} learner(s) and a syncer need {gib(needed)}: {_parts(found)}"
     if needed > there:
         raise ConfigError(
@@ -56,8 +57,8 @@ def _trains_on_gpu(drawn: Blueprint) -> bool:
     return drawn.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
 
 
-def _needed_together(found: Forecast, num_here: int) -> int:
-    each = found.scenario.training.devices * sum(found.device.values()) + sum(found.host.values())
+def _needed_together(found: Forecast, num_here: int, num_hosts: int) -> int:
+    each = found.scenario.training.devices // num_hosts * sum(found.device.values()) + sum(found.host.values())
     return num_here * each + sum(found.syncer.values())
 
 
