@@ -35,6 +35,9 @@ VARIABLES = {
         "id of this learner; default: host name and a slot",
         ("learner/member.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
     ),
+    "DILOCO_NUM_HOSTS": Variable(
+        "number of hosts of this learner, under `diloco run --engine ray`", ("strategy/identity.py",)
+    ),
     "DILOCO_RUN_DIR": Variable(
         "run directory, which contains this learner's folder", ("learner/whereabouts.py", "strategy/trainer/paths.py")
     ),

@@ -180,7 +180,11 @@ class Check:
         books, progress = self._of(record), record["progress"]
         books.hear(progress["tokens"], progress)
         books.state = "left"
-        pending = sum(_size(ranges) for ranges in progress["pending"])
+        # A learner may leave before it knows of a commit; it then reports as pending what has just been merged.
+        pending = sum(
+            _size(ranges) - sum(_overlap(one, other) for one in ranges for other in books.merged[p])
+            for p, ranges in enumerate(progress["pending"])
+        )
         merged = books.num_merged()
         total = merged + pending + books.discarded.total()
         if total != progress["tokens"] * self._num_fragments:
@@ -223,6 +227,10 @@ def _place(lease: Json) -> tuple[int, int, int]:
 
 def _size(ranges: Any) -> int:
     return sum(stop - start for start, stop in ranges)
+
+
+def _overlap(one: Range, other: Range) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def main() -> int:

@@ -129,8 +129,9 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unusable(arguments: argparse.Namespace, target: Path) -> None:
-    """Check wandb, the page's address and the snapshot before anything is created."""
+    """Check wandb, the number of hosts, the page's address and the snapshot before anything is created."""
     _tracking(arguments.wandb, target)
+    options.layout(arguments, target)
     if not arguments.no_page:
         from lightning_diloco.live.server import check_address
 
@@ -187,7 +188,9 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, *, is_serve
     plan = Plan(
         run_dir=run_dir,
         syncer_argv=(*syncer_argv(run_dir, num_learners, arguments.shards), *listen, *wandb),
-        learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_here),
+        learner_argv=learner_argv(
+            target, [*tracking, *arguments.passed_on, *options.layout(arguments, target)], num_here
+        ),
         num_learners=num_learners,
         threads=arguments.threads or (max(1, int(needs["CPU"])) if is_elsewhere else None),
         max_restarts=_MAX_RESTARTS if arguments.max_restarts is None and not is_elsewhere else arguments.max_restarts,
@@ -221,8 +224,8 @@ def _ended(
         return execute(plan, screen, interruption)
     from lightning_diloco.cli.ray.run import execute_on_ray
 
-    needs = options.needs(arguments.resources_per_learner)
-    return execute_on_ray(plan, target.resolve(), screen, interruption, address=arguments.address, needs=needs)
+    asked = {"needs": options.needs(arguments.resources_per_learner), "num_hosts": arguments.hosts_per_learner or 1}
+    return execute_on_ray(plan, target.resolve(), screen, interruption, address=arguments.address, **asked)
 
 
 def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:

@@ -38,7 +38,7 @@ from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.strategy.data.hooks import DataHooks, wants_link
 from lightning_diloco.strategy.data.token_counter import TokenCountFn
 from lightning_diloco.strategy.fit import DiLoCoFit
-from lightning_diloco.strategy.identity import check_first_fit, learner_id
+from lightning_diloco.strategy.identity import check_first_fit, check_hosts, learner_id
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import copies_of_trained
 from lightning_diloco.strategy.trainer.lightning_checkpoints import (
@@ -132,6 +132,7 @@ class DiLoCoHooks(DataHooks):
         if not wants_link(trainer):
             return
         check_first_fit(self._learner)
+        check_hosts(trainer.num_nodes)
         self._root_dir, self._run_root = trainer.default_root_dir, run_root(trainer)
         if (name := learner_id(self._learner)) is not None:
             self._learner = replace(self._learner, learner=name)

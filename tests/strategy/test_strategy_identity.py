@@ -33,6 +33,22 @@ def test_a_learner_that_starts_its_own_run_has_no_id_yet():
     assert learner_id(LearnerConfig()) is None
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize(("hosts", "num_nodes"), [("2", 1), ("1", 2)])
+def test_a_script_with_another_number_of_hosts_ends_with_code_2(tmp_path, monkeypatch, hosts, num_nodes):
+    monkeypatch.setenv("DILOCO_NUM_HOSTS", hosts)
+    code = (
+        "import lightning as L, lightning_diloco\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        f"options = dict(accelerator='cpu', devices=1, num_nodes={num_nodes}, max_steps=1, logger=False)\n"
+        "L.Trainer(strategy='decoupled_diloco', **options).fit(BoringModel())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert f"Trainer(num_nodes={num_nodes}) in a learner of {hosts} host(s)" in ended.stderr
+    assert f"pass Trainer(num_nodes={hosts})" in ended.stderr
+
+
 def test_an_empty_join_string_does_not_start_a_new_run(monkeypatch):
     monkeypatch.setenv("DILOCO_JOIN", "")
     with pytest.raises(ConfigError, match="is empty"):

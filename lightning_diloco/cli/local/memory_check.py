@@ -45,7 +45,8 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
         needed, there = sum(found.device.values()), of_gpu
         what = f"each device of a learner needs {_said(found.device)}"
     else:
-        needed, there = _needed_together(found, num_here), memory_here()
+        num_hosts = config["trainer"].get("num_nodes") or 1
+        needed, there = _needed_together(found, num_here, num_hosts), memory_here()
         what = f"{num_here} learner(s) and a syncer need {gib(needed)}: {_parts(found)}"
     if needed > there:
         raise ConfigError(
@@ -64,8 +65,8 @@ def _memory_of_gpu(drawn: Blueprint) -> int | None:
     return None if properties is None else getattr(properties(0), "total_memory", None)
 
 
-def _needed_together(found: Forecast, num_here: int) -> int:
-    each = found.scenario.training.devices * sum(found.device.values()) + sum(found.host.values())
+def _needed_together(found: Forecast, num_here: int, num_hosts: int) -> int:
+    each = found.scenario.training.devices // num_hosts * sum(found.device.values()) + sum(found.host.values())
     return num_here * each + sum(found.syncer.values())
 
 

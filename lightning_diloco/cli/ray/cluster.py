@@ -28,7 +28,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from lightning_diloco import __version__
-from lightning_diloco.cli.ray.files import FOLDER, write_in_place
+from lightning_diloco.cli.ray.files import FOLDER, host_names, write_in_place
 from lightning_diloco.cli.ray.host import Host
 from lightning_diloco.errors import ConfigError
 
@@ -112,8 +112,13 @@ def check_head(address: str) -> None:
         )
 
 
-def check_room(needs: Resources, num_learners: int) -> None:
+def check_room(needs: Resources, num_learners: int, num_hosts: int = 1) -> None:
     """Check that the nodes of the cluster have enough resources, whether or not they are free.
+
+    Args:
+        needs: resources of a learner on each of its hosts.
+        num_learners: number of learners.
+        num_hosts: number of hosts of a learner, which are different nodes.
 
     Raises:
         ConfigError: there are too few resources.
@@ -123,13 +128,15 @@ def check_room(needs: Resources, num_learners: int) -> None:
     fits = [_fits(each, needs) for each in have]
     beside = [_fits(_without(each, SYNCER_NEEDS), needs) for each in have]  # the syncer
     can_serve = [_fits(each, SYNCER_NEEDS) > 0 for each in have]
-    room = max((sum(fits) - a + b for a, b, can in zip(fits, beside, can_serve, strict=True) if can), default=0)
-    if room < num_learners:
+    rooms = [_room([*fits[:k], beside[k], *fits[k + 1 :]], num_hosts) for k, can in enumerate(can_serve) if can]
+    if (room := max(rooms, default=0)) < num_learners:
+        where, options = "each", "--resources-per-learner"
+        if num_hosts > 1:
+            where, options = f"on each of {num_hosts} nodes", f"{options} or --hosts-per-learner"
         there = "; ".join(f"{node['NodeManagerAddress']} has {_there(node, needs)}" for node in nodes)
         raise ConfigError(
-            f"{num_learners} learner(s) need {_said(needs)} each, and the syncer {_said(SYNCER_NEEDS)}; the cluster "
-            f"has room for {room} learner(s): {there}; ask for fewer learners, change --resources-per-learner, or add "
-            "nodes"
+            f"{num_learners} learner(s) need {_said(needs)} {where}, and the syncer {_said(SYNCER_NEEDS)}; the cluster "
+            f"has room for {room} learner(s): {there}; ask for fewer learners, change {options}, or add nodes"
         )
 
 
@@ -180,29 +187,37 @@ def _problems_here(run_dir: str, token: str, target: str, cwd: str, version: str
     return found
 
 
-def place(known_as: str, name: str, run_dir: Path, needs: Resources, *, in_group: bool) -> None:
-    """Let Ray choose a node for a process and start it there, now or when there is room.
+def place(
+    known_as: str, name: str, run_dir: Path, needs: Resources, *, in_group: bool = False, num_hosts: int = 1
+) -> None:
+    """Let Ray choose the nodes for a process and start it there, now or when there is room.
 
     Args:
-        known_as: name of the actor and of the placement group, unique in the cluster.
+        known_as: name of the actor on host 0 and of the placement group, unique in the cluster.
         name: name of the process.
         run_dir: RUN_DIR.
-        needs: resources of the process.
+        needs: resources of the process on each host.
         in_group: whether it gets a placement group.
+        num_hosts: number of its hosts, which are different nodes; more than one only in a group.
     """
     options: dict[str, Any] = {}
     if in_group:
-        group = placement_group([dict(needs)], strategy="STRICT_PACK", name=known_as, lifetime="detached")
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    ray.remote(Host).options(
-        name=known_as,
-        lifetime="detached",
-        max_restarts=-1,
-        num_cpus=needs.get("CPU", 0),
-        num_gpus=needs.get("GPU", 0),
-        resources={other: amount for other, amount in needs.items() if other not in ("CPU", "GPU")},
-        **options,
-    ).remote(str(run_dir), name)
+        strategy = "STRICT_PACK" if num_hosts == 1 else "STRICT_SPREAD"
+        group = placement_group([dict(needs)] * num_hosts, strategy=strategy, name=known_as, lifetime="detached")
+    for rank, (actor, host) in enumerate(
+        zip(host_names(known_as, num_hosts), host_names(name, num_hosts), strict=True)
+    ):
+        if in_group:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        ray.remote(Host).options(
+            name=actor,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=needs.get("CPU", 0),
+            num_gpus=needs.get("GPU", 0),
+            resources={other: amount for other, amount in needs.items() if other not in ("CPU", "GPU")},
+            **options,
+        ).remote(str(run_dir), host)
 
 
 def release(names: Sequence[str]) -> None:
@@ -220,6 +235,12 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _fits(have: Resources, needs: Resources) -> int:
     return min((math.floor(have.get(name, 0.0) / amount) for name, amount in needs.items()), default=0)
+
+
+def _room(fits: Sequence[int], num_hosts: int) -> int:
+    """Return the number of learners of `num_hosts` nodes, if these numbers of their processes fit on the nodes."""
+    most = range(sum(fits) // num_hosts, 0, -1)
+    return next((room for room in most if sum(min(each, room) for each in fits) >= room * num_hosts), 0)
 
 
 def _there(node: Mapping[str, Any], needs: Resources) -> str:

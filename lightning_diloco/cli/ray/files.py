@@ -3,7 +3,8 @@
 1. NAME.order is the order for a process. `diloco run` writes it, the keeper of the process follows it. It is written in
    place, because a network file system may show a replaced file late. A reader ignores an order that is half written.
 2. NAME.events has one JSON object per line. Only keepers append to it. The keeper that wrote the last "began" is the
-   newest one; older ones must leave.
+   newest one; older ones must leave. A learner of several hosts has one order and, for each host, a process with
+   events of its own: l0 on its host 0, l0.1 on the next one (group.py).
 3. `wanted` holds the number of learners that the run should have, and what is needed to check a new number.
    `diloco scale` writes it, `diloco run` follows it and removes it at its end. If it exists and no `diloco run` has
    claimed the directory, `diloco run` was killed, and another one may take its place (`left_alone`).
@@ -18,7 +19,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,9 +47,11 @@ class Order:
         done_path: see `Command`.
         cwd: working directory.
         max_restarts: maximum number of restarts; None for no limit.
-        known_as: name of the actor in Ray.
+        known_as: name of the actor in Ray, on host 0.
         wish: run; leave in good order within `within_s`; or kill at once.
         within_s: time to leave.
+        num_hosts: number of hosts of the process.
+        since: size of host 0's events before this order.
     """
 
     words: tuple[str, ...]
@@ -61,6 +64,8 @@ class Order:
     known_as: str
     wish: Wish = "run"
     within_s: float = 0.0
+    num_hosts: int = 1
+    since: int = 0
 
     @classmethod
     def of(cls, command: Command, max_restarts: int | None, known_as: str) -> Order:
@@ -78,20 +83,40 @@ class Order:
             known_as=known_as,
         )
 
-    def command(self, name: str, run_dir: Path, host: str) -> Command:
-        """Return the command on this machine, which others reach under the name or address `host`."""
+    def command(self, name: str, run_dir: Path, host: str, meet: Callable[[], Mapping[str, str]]) -> Command:
+        """Return the command on this machine.
 
-        def joins() -> dict[str, str]:
-            return {_JOIN: (run_dir / "join").read_text(encoding="utf-8").strip()} if self.is_joining else {}
+        Args:
+            name: name of the process; see `host_names`.
+            run_dir: RUN_DIR.
+            host: name or address of this machine for other machines.
+            meet: returns more variables; called at each start, which it may delay.
+        """
+        (_, rank), log_path = host_of(name), Path(self.log_path)
+
+        def fresh() -> dict[str, str]:
+            met = meet()
+            return {**met, **({_JOIN: (run_dir / "join").read_text("utf-8").strip()} if self.is_joining else {})}
 
         return Command(
             name=name,
             argv=(sys.executable, *_with_port(self.words, run_dir, host)),
-            log_path=Path(self.log_path),
+            log_path=log_path.with_suffix(f".{rank}{log_path.suffix}") if rank else log_path,
             env={**self.env, "DILOCO_HOST": host},
-            fresh=joins,
-            done_path=None if self.done_path is None else Path(self.done_path),
+            fresh=fresh,
+            done_path=None if self.done_path is None or rank else Path(self.done_path),
         )
+
+
+def host_names(name: str, num_hosts: int) -> list[str]:
+    """Return the names of a learner's processes, one for each host: l0, l0.1, l0.2."""
+    return [name, *(f"{name}.{rank}" for rank in range(1, num_hosts))]
+
+
+def host_of(name: str) -> tuple[str, int]:
+    """Return the name of the learner and the number of its host, from a name of `host_names`."""
+    learner, _, rank = name.partition(".")
+    return learner, int(rank or 0)
 
 
 class Desk:
@@ -103,12 +128,13 @@ class Desk:
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
-        self._order, self._events = (run_dir / FOLDER / f"{name}.{suffix}" for suffix in ("order", "events"))
-        self.log_path = run_dir / FOLDER / f"{name}.txt"
+        folder = run_dir / FOLDER
+        self._order, self._events = folder / f"{host_of(name)[0]}.order", folder / f"{name}.events"
+        self.log_path = folder / f"{name}.txt"
 
     @staticmethod
     def names(run_dir: Path) -> list[str]:
-        """Return the names of all processes that have got an order."""
+        """Return the names of all learners, and of the syncer, that have got an order."""
         return [path.stem for path in (run_dir / FOLDER).glob("*.order")]
 
     def order(self) -> Order | None:
@@ -150,7 +176,7 @@ class Desk:
         told, _ = self.events()
         return next((it["keeper"] for it in reversed(told) if it["event"] == "began"), None)
 
-    def ended(self, keeper: str) -> str | None:
+    def ended(self, keeper: str | None) -> str | None:
         """Return the outcome that this keeper has reported; None if it has reported none."""
         told, _ = self.events()
         return next((it["text"] for it in told if it["keeper"] == keeper and it["event"] == "ended"), None)
@@ -163,13 +189,15 @@ class Wants:
     Args:
         num_learners: number of learners that the run should have.
         address: address of the Ray cluster.
-        needs: resources of a learner.
+        needs: resources of a learner on each of its hosts.
+        num_hosts: number of hosts of a learner.
         auth_mode: RAY_AUTH_MODE of `diloco run`, which Ray sets when it starts a cluster of this machine; None: unset.
     """
 
     num_learners: int
     address: str
     needs: Mapping[str, float]
+    num_hosts: int = 1
     auth_mode: str | None = None
 
     def authenticate(self) -> None:

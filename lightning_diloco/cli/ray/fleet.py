@@ -5,7 +5,8 @@
 2. The number of learners may change during the run (`diloco scale`). Those with the highest numbers are removed first,
    and added last. The syncer is started again, because it must expect another number of them to finish.
 3. A process whose machine does not answer is reported, and removed from Ray, so that Ray does not start it again.
-4. If `diloco run` was killed, the next one takes over the processes that it had started, with their commands.
+4. A learner of several hosts is one process here, whose outcome is that of host 0 (group.py).
+5. If `diloco run` was killed, the next one takes over the processes that it had started, with their commands.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_diloco.cli.local.fleet import Command, Outcome
 from lightning_diloco.cli.local.interruption import GRACE_S
 from lightning_diloco.cli.local.run import SYNCER, Plan
 from lightning_diloco.cli.ray import cluster
-from lightning_diloco.cli.ray.files import Desk, Order, Wanted, Wants, Wish
+from lightning_diloco.cli.ray.files import Desk, Order, Wanted, Wants, Wish, host_names
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.transport.address import read_join_file
 
@@ -34,21 +35,23 @@ _ANSWER_S = 10.0  # additional time for the keeper and the shared disk
 class _Process:
     """The state of one process, as far as it is known."""
 
-    def __init__(self, desk: Desk, order: Order) -> None:
-        self.desk, self.order = desk, order
-        self.read_bytes = desk.num_bytes  # an earlier keeper may have left events
+    def __init__(self, run_dir: Path, name: str, order: Order) -> None:
+        self.desks = {host: Desk(run_dir, host) for host in host_names(name, order.num_hosts)}
+        self.desk, self.order = self.desks[name], order
+        self.read_bytes = {host: desk.num_bytes for host, desk in self.desks.items()}  # of earlier keepers
         self.keeper: str | None = None
         self.outcome: Outcome = "running"
         self.placed_s = time.monotonic()
         self.is_said_to_wait = False
 
     @classmethod
-    def found(cls, desk: Desk) -> _Process | None:
+    def found(cls, run_dir: Path, name: str) -> _Process | None:
         """Return the process that an earlier `diloco run` had started; None if it had started none."""
+        desk = Desk(run_dir, name)
         order, keeper = desk.order(), desk.newest()
         if order is None or order.wish != "run" or keeper is None:
             return None
-        process = cls(desk, order)
+        process = cls(run_dir, name, order)
         process.keeper, process.outcome = keeper, cast("Outcome", desk.ended(keeper) or "running")
         return process
 
@@ -70,13 +73,12 @@ class RayFleet:
 
     Args:
         plan: the run.
-        address: of the Ray cluster.
-        needs: resources of a learner.
+        wants: the cluster, and what a learner needs of it.
         say: called with messages, in whole lines.
     """
 
-    def __init__(self, plan: Plan, *, address: str, needs: cluster.Resources, say: Callable[[str], None]) -> None:
-        self._plan, self._address, self._needs, self._say = plan, address, needs, say
+    def __init__(self, plan: Plan, wants: Wants, *, say: Callable[[str], None]) -> None:
+        self._plan, self._wants, self._say = plan, wants, say
         self._processes: dict[str, _Process] = {}
         self._num_learners = plan.num_learners
         self._wanted = Wanted(plan.run_dir)
@@ -85,8 +87,7 @@ class RayFleet:
         if self._plan.is_served:
             self._take_over()
         else:
-            auth_mode = os.environ.get("RAY_AUTH_MODE")
-            self._wanted.write(Wants(self._num_learners, self._address, self._needs, auth_mode))
+            self._wanted.write(replace(self._wants, auth_mode=os.environ.get("RAY_AUTH_MODE")))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -107,17 +108,19 @@ class RayFleet:
         if command.done_path is not None:
             command.done_path.unlink(missing_ok=True)
         known_as = f"{run_dir.name}-{command.name}-{secrets.token_hex(3)}"
-        process = _Process(Desk(run_dir, command.name), Order.of(command, self._plan.max_restarts, known_as))
+        order, since = Order.of(command, self._plan.max_restarts, known_as), Desk(run_dir, command.name).num_bytes
+        num_hosts = 1 if is_syncer else self._wants.num_hosts
+        process = _Process(run_dir, command.name, replace(order, num_hosts=num_hosts, since=since))
         process.wish("run")
         self._processes[command.name] = process
-        needs = cluster.SYNCER_NEEDS if is_syncer else self._needs
-        with cluster.connected(self._address):
-            cluster.place(known_as, command.name, run_dir, needs, in_group=not is_syncer)
+        needs = cluster.SYNCER_NEEDS if is_syncer else self._wants.needs
+        with cluster.connected(self._wants.address):
+            cluster.place(known_as, command.name, run_dir, needs, in_group=not is_syncer, num_hosts=num_hosts)
 
     def _take_over(self) -> None:
         """Take over the processes of an earlier `diloco run`. `watch` then adjusts the number of learners."""
         for name in Desk.names(self._plan.run_dir):
-            if found := _Process.found(Desk(self._plan.run_dir, name)):
+            if found := _Process.found(self._plan.run_dir, name):
                 self._processes[name] = found
         self._num_learners = len(self._processes.keys() - {SYNCER})
 
@@ -137,15 +140,20 @@ class RayFleet:
 
     def _read(self) -> None:
         for name, process in self._processes.items():
-            told, process.read_bytes = process.desk.events(process.read_bytes)
-            for it in told:
-                if it["event"] == "began":
-                    process.keeper, process.outcome = it["keeper"], "running"
-                    self._say(f"{name} is on {it['text']}")
-                elif it["event"] == "said":
-                    self._say(it["text"])
-                elif it["keeper"] == process.keeper:
-                    process.outcome = it["text"]
+            for host, desk in process.desks.items():
+                told, process.read_bytes[host] = desk.events(process.read_bytes[host])
+                for it in told:
+                    self._hear(process, host, is_first=host == name, **it)
+
+    def _hear(self, process: _Process, host: str, *, is_first: bool, keeper: str, event: str, text: str) -> None:
+        if event == "began":
+            self._say(f"{host} is on {text}")
+            if is_first:
+                process.keeper, process.outcome = keeper, "running"
+        elif event == "said":
+            self._say(text)
+        elif event == "ended" and is_first and keeper == process.keeper:
+            process.outcome = cast("Outcome", text)
 
     def _say_who_waits(self) -> None:
         for name, process in self._processes.items():
@@ -214,8 +222,9 @@ class RayFleet:
         for name in names:
             self._processes[name].outcome = "stopped"
         try:
-            with cluster.connected(self._address):
-                cluster.release([self._processes[name].order.known_as for name in names])
+            orders = [self._processes[name].order for name in names]
+            with cluster.connected(self._wants.address):
+                cluster.release([name for it in orders for name in host_names(it.known_as, it.num_hosts)])
         except ConfigError as error:
             self._say(f"Ray could not be told: {error}")
 

@@ -3,7 +3,8 @@
 1. The keeper outlives the actor (keeper.py). Ray starts the actor again elsewhere when its node is lost; the new actor
    starts a new keeper, and an older one leaves.
 2. The actor holds a pipe whose other end only the keeper has. The pipe closes when the keeper dies for any reason.
-3. When the process has ended for good, the actor gives back its resources: it removes its placement group and itself.
+3. When the process has ended for good, the actor gives back its resources: it removes itself and, on host 0 of a
+   learner, the placement group, after the other hosts have ended, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 import ray
 from ray.util import get_current_placement_group, remove_placement_group
 
-from lightning_diloco.cli.ray.files import Desk
+from lightning_diloco.cli.local.interruption import GRACE_S
+from lightning_diloco.cli.ray.files import Desk, host_names, host_of
 
-_PAUSE_S = 1.0
+_PAUSE_S, _OTHERS_S = 1.0, GRACE_S + 5.0
 
 
 class Host:
@@ -29,7 +31,7 @@ class Host:
 
     Args:
         run_dir: RUN_DIR.
-        name: name of the process.
+        name: name of the process; see `host_names`.
     """
 
     def __init__(self, run_dir: str, name: str) -> None:
@@ -47,9 +49,17 @@ class Host:
             if self._desk.ended(mark) is not None:
                 break
             time.sleep(_PAUSE_S)
-        if (group := get_current_placement_group()) is not None:
+        if (group := get_current_placement_group()) is not None and host_of(self._name)[1] == 0:
+            self._wait_for_others()
             remove_placement_group(group)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _wait_for_others(self) -> None:
+        order, deadline_s = self._desk.order(), time.monotonic() + _OTHERS_S
+        names = host_names(self._name, 1 if order is None else order.num_hosts)[1:]
+        others = [Desk(Path(self._run_dir), name) for name in names]
+        while not all(desk.ended(desk.newest()) for desk in others) and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
 
     def _run_keeper(self, mark: str) -> None:
         """Start a keeper, and wait for its end."""

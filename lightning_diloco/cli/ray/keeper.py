@@ -7,7 +7,9 @@
    nothing to wait for.
 3. If the command in the order changes, the process is killed and the new command is started.
 4. While the disk does not answer, the process runs on. The keeper writes its events later.
-5. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
+5. A learner of several hosts has a keeper on each of them. Its process starts when those of the other hosts do
+   (group.py).
+6. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
 
 Source: our choice.
 """
@@ -22,9 +24,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.local.fleet import Fleet, Outcome
 from lightning_diloco.cli.local.interruption import GRACE_S
-from lightning_diloco.cli.ray.files import Desk, Order
+from lightning_diloco.cli.ray.files import Desk, Order, host_names, host_of
+from lightning_diloco.cli.ray.group import FirstHost, NoMeetingError, OtherHost
 from lightning_diloco.process.machine import lock_here
 
 _TICK_S, _AGAIN_S = 0.2, 2.0
@@ -35,7 +38,7 @@ class Keeper:
 
     Args:
         run_dir: RUN_DIR.
-        name: name of the process.
+        name: name of the process; see `host_names`.
         mark: unique mark of this keeper.
         host: name or address of this machine for other machines.
     """
@@ -54,36 +57,55 @@ class Keeper:
         try:
             self._wait_for_older_ones()
             if not self._must_go:
-                self._run()
+                outcome = self._run()
+                if not self._must_go:
+                    self._tell("ended", outcome)
         except Exception as error:
             self._tell("said", f"{self._name}: its keeper on {self._host} failed: {error!r}; it is started again")
             raise
 
-    def _run(self) -> None:
+    def _run(self) -> Outcome:
         order = self._order()
         os.chdir(order.cwd)
-        with Fleet(max_restarts=order.max_restarts, say=lambda text: self._tell("said", text)) as fleet:
-            if order.wish != "run":
-                self._tell("ended", "stopped")
-                return
-            fleet.start(order.command(self._name, self._run_dir, self._host))
-            while fleet.outcome(self._name) == "running":
-                time.sleep(_TICK_S)
-                fleet.watch()
-                order = self._follow(fleet, order)
-            if not self._must_go:
-                self._tell("ended", fleet.outcome(self._name))
+        if order.wish != "run":
+            return "stopped"
+        place = self._place(order)
+        max_restarts = None if isinstance(place, OtherHost) else order.max_restarts  # host 0 counts
+        with Fleet(max_restarts=max_restarts, say=lambda text: self._tell("said", text)) as fleet:
+            try:
+                fleet.start(order.command(self._name, self._run_dir, self._host, place.meet))
+                while (outcome := self._outcome(fleet, order, place)) == "running":
+                    time.sleep(_TICK_S)
+                    fleet.watch()
+                    order = self._follow(fleet, order, place)
+            except NoMeetingError:
+                outcome = place.outcome("stopped")
+        return "stopped" if outcome == "running" else outcome
 
-    def _follow(self, fleet: Fleet, before: Order) -> Order:
-        """Make the process follow its order; returns the order."""
+    def _place(self, order: Order) -> FirstHost | OtherHost:
+        """Return the place of this host among the hosts of its learner."""
+        if host_of(self._name)[1]:
+            return OtherHost(self._run_dir, self._name, order, self._tell, lambda: self._must_end)
+        others = host_names(self._name, order.num_hosts)[1:]
+        return FirstHost(self._host, [Desk(self._run_dir, name) for name in others], self._tell)
+
+    def _outcome(self, fleet: Fleet, order: Order, place: FirstHost | OtherHost) -> Outcome:
+        own = fleet.outcome(self._name)
+        must_end = own != "running" and (order.wish != "run" or self._must_go)
+        return own if must_end else place.outcome(own)
+
+    def _follow(self, fleet: Fleet, before: Order, place: FirstHost | OtherHost) -> Order:
+        """Make the process follow its order and the other hosts; returns the order."""
         order = self._desk.order() or before
         if self._must_go:
             fleet.stop([self._name], within_s=GRACE_S, is_urgent=lambda: self._wish == "kill")
         elif order.wish != "run":
             fleet.stop([self._name], within_s=order.within_s, is_urgent=lambda: self._wish == "kill")
-        elif replace(order, within_s=before.within_s) != before:
-            os.killpg(fleet.pid(self._name), signal.SIGKILL)
-            fleet.start(order.command(self._name, self._run_dir, self._host))
+        elif (is_changed := replace(order, within_s=before.within_s) != before) or place.is_over:
+            if fleet.outcome(self._name) == "running":
+                os.killpg(fleet.pid(self._name), signal.SIGKILL)
+            if is_changed or isinstance(place, OtherHost):  # otherwise the fleet starts it again, and counts this
+                fleet.start(order.command(self._name, self._run_dir, self._host, place.meet))
         return order
 
     def _order(self) -> Order:
@@ -95,6 +117,10 @@ class Keeper:
     def _wish(self) -> str | None:
         order = self._desk.order()
         return None if order is None else order.wish
+
+    @property
+    def _must_end(self) -> bool:
+        return self._wish not in ("run", None) or self._must_go
 
     @property
     def _must_go(self) -> bool:

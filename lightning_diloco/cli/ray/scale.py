@@ -45,7 +45,7 @@ def call(arguments: argparse.Namespace) -> int:
         from lightning_diloco.cli.ray.cluster import check_room, connected
 
         with connected(wants.address):
-            check_room(wants.needs, num_learners)
+            check_room(wants.needs, num_learners, wants.num_hosts)
     wanted.write(replace(wants, num_learners=num_learners))
     deadline_s = time.monotonic() + _WITHIN_S
     while not _is_ordered(run_dir, num_learners):

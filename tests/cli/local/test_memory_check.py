@@ -81,6 +81,20 @@ def test_a_gpu_without_memory_of_its_own_uses_that_of_the_machine(monkeypatch: p
         check(TINY, 2, "--trainer.accelerator=auto")
 
 
+@pytest.mark.seconds
+def test_devices_on_other_hosts_of_a_learner_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 0)
+
+    def needed(*overrides: str) -> float:
+        with pytest.raises(ConfigError) as caught:
+            check(TINY, 1, *overrides)
+        return float(str(caught.value).split(" MiB")[0].rpartition(" ")[2])
+
+    on_two_hosts = needed("--trainer.devices=2", "--trainer.num_nodes=2")
+    assert on_two_hosts == pytest.approx(needed("--trainer.devices=2"), rel=0.05)
+    assert on_two_hosts < 0.7 * needed("--trainer.devices=4")
+
+
 def test_the_memory_limit_of_a_container_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)

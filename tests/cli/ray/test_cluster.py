@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,6 +91,51 @@ def test_a_syncer_and_all_learners_must_fit(
     else:
         with pytest.raises(ConfigError, match="the cluster has room for"):
             cluster.check_room({"CPU": 1, **({"GPU": 2} if "GPU" in have[0] else {})}, num_learners)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_learners", "room"),
+    [
+        ((1, 1, 1, 1, 1), 2, 2),
+        ((1, 1, 1, 1), 2, 1),  # the syncer has one of the nodes
+        ((8, 1), 1, 1),
+        ((8, 1), 2, 1),  # the hosts of a learner are different nodes
+        ((9,), 1, 0),
+        ((3, 2, 2), 3, 3),
+        ((2, 2, 1), 3, 2),
+    ],
+)
+def test_the_hosts_of_a_learner_are_different_nodes(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[float, ...], num_learners: int, room: int
+) -> None:
+    with_nodes(monkeypatch, *({"CPU": number} for number in cpus))
+    if room == num_learners:
+        cluster.check_room({"CPU": 1}, num_learners, 2)
+    else:
+        with pytest.raises(ConfigError) as found:
+            cluster.check_room({"CPU": 1}, num_learners, 2)
+        assert f"{num_learners} learner(s) need 1 CPU on each of 2 nodes, and the syncer 1 CPU" in str(found.value)
+        assert f"has room for {room} learner(s)" in str(found.value)
+        assert "--hosts-per-learner" in str(found.value)
+
+
+@pytest.mark.parametrize(("num_hosts", "strategy"), [(1, "STRICT_PACK"), (3, "STRICT_SPREAD")])
+def test_each_host_of_a_learner_gets_a_node_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_hosts: int, strategy: str
+) -> None:
+    group, remote = Mock(), Mock()
+    monkeypatch.setattr(cluster, "placement_group", group)
+    monkeypatch.setattr(cluster.ray, "remote", remote)
+    cluster.place("known", "l0", tmp_path, {"CPU": 2, "GPU": 8}, in_group=True, num_hosts=num_hosts)
+    group.assert_called_once_with(
+        [{"CPU": 2, "GPU": 8}] * num_hosts, strategy=strategy, name="known", lifetime="detached"
+    )
+    actors = remote.return_value.options.call_args_list
+    assert [it.kwargs["name"] for it in actors] == ["known", "known.1", "known.2"][:num_hosts]
+    bundles = [it.kwargs["scheduling_strategy"].placement_group_bundle_index for it in actors]
+    assert bundles == [0, 1, 2][:num_hosts]
+    started = [it.args[1] for it in remote.return_value.options.return_value.remote.call_args_list]
+    assert started == ["l0", "l0.1", "l0.2"][:num_hosts]
 
 
 def test_the_message_names_needed_and_available_resources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.cli.main import main
-from lightning_diloco.cli.ray.options import needs
+from lightning_diloco.cli.local.run import Ended, Plan
+from lightning_diloco.cli.main import build_parser, main
+from lightning_diloco.cli.ray.options import layout, needs
+from lightning_diloco.cli.run import split
+from lightning_diloco.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--engine ray --learners 1 --run-dir s3://bucket/run", "must be a path that all nodes mount"),
         ("--local 1 --learners 2 --address here:1", "--learners, --address: only with --engine ray"),
         ("--engine ray --learners 1 --threads 0", "--threads 0: must be at least 1"),
+        ("--engine ray --learners 1 --hosts-per-learner 0", "--hosts-per-learner 0: must be at least 1"),
+        ("--local 1 --hosts-per-learner 2", "--hosts-per-learner: only with --engine ray"),
     ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_is_created(
@@ -54,6 +60,65 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 )
 def test_a_learner_needs_at_least_one_core(text: str | None, found: dict[str, float]) -> None:
     assert needs(text) == found
+
+
+def parse(line: str) -> argparse.Namespace:
+    ours, passed_on = split(line.split())
+    return build_parser().parse_args(ours, argparse.Namespace(passed_on=passed_on))
+
+
+def layout_of(line: str, recipe: str = "trainer: {max_steps: 3}") -> list[str]:
+    """Return what `diloco run train.yaml --engine ray LINE` adds to the arguments of the recipe."""
+    Path("train.yaml").write_text(recipe)
+    arguments = parse(f"run train.yaml --engine ray --learners 1 {line}")
+    return layout(arguments, Path(arguments.target))
+
+
+@pytest.mark.parametrize(
+    ("line", "recipe", "added"),
+    [
+        ("", "trainer: {max_steps: 3}", []),
+        ("--hosts-per-learner 2", "trainer: {max_steps: 3}", ["--trainer.num_nodes", "2"]),
+        ("--hosts-per-learner 2", "trainer: {num_nodes: 2}", ["--trainer.num_nodes", "2"]),
+        ("--hosts-per-learner 2 --trainer.num_nodes=2", "trainer: {num_nodes: 3}", ["--trainer.num_nodes", "2"]),
+        ("--hosts-per-learner 2", "model: x", ["--trainer.num_nodes", "2"]),
+        ("", "trainer: {num_nodes: 1}", []),
+    ],
+)
+def test_a_recipe_gets_the_number_of_hosts(line: str, recipe: str, added: list[str]) -> None:
+    assert layout_of(line, recipe) == added
+
+
+@pytest.mark.parametrize(
+    ("line", "recipe", "said"),
+    [
+        ("", "trainer: {num_nodes: 2}", "--trainer.num_nodes is 2 in train.yaml, but --hosts-per-learner is 1"),
+        ("--hosts-per-learner 2", "trainer: {num_nodes: 1}", "is 1 in train.yaml, but --hosts-per-learner is 2"),
+        ("--hosts-per-learner 2 --trainer.num_nodes 3", "trainer: {num_nodes: 2}", "is 3 on the command line"),
+        ("--hosts-per-learner 2 --trainer.num_nodes=3", "trainer: {num_nodes: 2}", "is 3 on the command line"),
+    ],
+)
+def test_another_number_of_nodes_is_refused(line: str, recipe: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout_of(line, recipe)
+
+
+def test_learners_are_started_with_their_number_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def execute(plan: Plan, *_: object, **options: object) -> Ended:
+        asked.append((plan.learner_argv[-2:], options["num_hosts"]))
+        return Ended(exit_code=0, summary=None)
+
+    monkeypatch.setattr("lightning_diloco.cli.ray.run.execute_on_ray", execute)
+    line = "run tiny/gpt --engine ray --learners 1 --hosts-per-learner 3 --run-dir run --no-page --no-table"
+    assert main(line.split()) == 0
+    assert asked == [(("--trainer.num_nodes", "3"), 3)]
+
+
+def test_a_script_sets_its_number_of_nodes_itself() -> None:
+    arguments = parse("run train.py --engine ray --learners 1 --hosts-per-learner 2 --trainer.num_nodes 3")
+    assert layout(arguments, Path("train.py")) == []
 
 
 @pytest.mark.parametrize(

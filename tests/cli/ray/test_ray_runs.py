@@ -34,6 +34,17 @@ from tests.e2e.test_engines import TRAIN
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 WITHIN_S = 120.0
+NAMES = ("syncer", "l0", "l1", "l0.1", "l1.1")
+ON_TWO_HOSTS = (
+    TRAIN.replace("devices=1", "devices=1, num_nodes=2")
+    .replace('"decoupled_diloco"', "lightning_diloco.DecoupledDiLoCoStrategy(checkpoint_every=10)")
+    .replace(
+        "class UntilTold(Callback):",
+        "class UntilTold(Callback):\n"
+        "    def on_train_start(self, trainer, *_):\n"
+        "        print('starts at', trainer.global_step, flush=True)\n",
+    )
+)
 QUICK = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
     "RAY_health_check_initial_delay_ms": "0",
@@ -65,10 +76,10 @@ class Site:
         raylet = int(keeper.environ()["RAY_RAYLET_PID"])
         return next(node for node in self.cluster.worker_nodes if raylet == raylet_of(node))
 
-    def start(self, num_learners: int, *, waits: bool = True) -> None:
+    def start(self, num_learners: int, *more: object, waits: bool = True) -> None:
         if waits:
             self.cluster.wait_for_nodes()
-        words = ("--engine", "ray", "--learners", num_learners, "--address", self.cluster.address)
+        words = ("--engine", "ray", "--learners", num_learners, "--address", self.cluster.address, *more)
         where = ("--run-dir", self.run_dir, "--no-table", "--no-page", "--stop-grace", 60)
         self.driver = command.start(self.folder, "run", "train.py", *words, *where)
 
@@ -117,8 +128,7 @@ class Site:
 
     def pids(self) -> dict[str, list[int]]:
         """Return the pids of the processes that keepers have started, by name."""
-        names = ("syncer", "l0", "l1")
-        return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in names}
+        return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in NAMES}
 
     def began(self, name: str) -> int:
         return sum(it["event"] == "began" for it in Desk(self.run_dir, name).events()[0])
@@ -153,16 +163,42 @@ class Site:
         assert "summary" in said
         return summary
 
+    def interrupt(self) -> dict[str, Any]:
+        """Press Ctrl-C; return the summary of an exact run whose learners left in good order."""
+        assert self.driver is not None
+        self.driver.send_signal(signal.SIGINT)
+        said, _ = self.driver.communicate(timeout=WITHIN_S)
+        assert self.driver.returncode == 130, said
+        assert "SIGINT: ending the run" in said
+        assert "; killed" not in said, said
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        assert (summary["status"], summary["ledger_exact"]) == ("interrupted", True)
+        assert_recorded_exactly(self.run_dir)
+        return summary
+
+    def until_saved(self, learner: str) -> None:
+        """Wait until a learner has another checkpoint."""
+        folder = self.run_dir / "learners" / learner / "checkpoints"
+        before = {*folder.glob("*")}
+        self.until(lambda: {*folder.glob("*")} - before, "a checkpoint")
+
     def leaves(self) -> list[tuple[str, str]]:
         """Return the learners that left, with their reasons."""
         told = read_tape(self.run_dir / "tape" / "events.jsonl")
         return [(it["learner"], it["reason"]) for it in told if it["event"] == "leave"]
 
+    def until_gone(self) -> None:
+        """Wait for the end of all keepers; `diloco run` ends with host 0 of each learner."""
+        deadline_s = time.monotonic() + WITHIN_S
+        while any(self.keepers(name) for name in NAMES):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
     def close(self) -> None:
         if self.driver is not None and self.driver.poll() is None:
             self.driver.kill()
             self.driver.communicate()
-        for name in ("syncer", "l0", "l1"):
+        for name in NAMES:
             for keeper in self.keepers(name):
                 keeper.kill()
         self.cluster.shutdown()
@@ -234,6 +270,38 @@ def test_rounds_continue_after_the_machine_of_the_syncer_is_lost(site: Site) -> 
     assert summary["joins"] == 2
 
 
+def starts(site: Site) -> list[int]:
+    """Return the steps from which l0 has started."""
+    lines = (site.run_dir / "learners" / "l0" / "log.txt").read_text().splitlines()
+    return [int(line.split()[2]) for line in lines if line.startswith("starts at ")]
+
+
+@pytest.mark.parametrize("is_machine", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_a_learner_of_two_hosts_continues_after_either_is_lost(site: Site, is_machine: bool) -> None:
+    (site.folder / "train.py").write_text(ON_TWO_HOSTS)
+    for _ in range(5):
+        site.add(1)
+    site.start(2, "--hosts-per-learner", 2)
+    site.until_train("l0", "l1")
+    before = site.pids()
+    for times, name in enumerate(("l0.1", "l0"), 1):
+        site.until_saved("l0")
+        assert len({raylet_of(site.node_of(each)) for each in NAMES}) == 5
+        site.add(1)
+        site.lose(site.node_of(name), *([name] if is_machine else []))
+        site.until(lambda name=name: site.began(name) == 2 and len(site.keepers(name)) == 1, "another keeper")
+        site.until(lambda times=times: len(starts(site)) == times + 1, "both hosts train again")
+        site.until_train("l0", "l1")
+        site.until_commits(8)
+    after = site.pids()
+    assert (after["l1"], after["l1.1"]) == (before["l1"], before["l1.1"]), "the other learner never stopped"
+    assert not {*after["l0"], *after["l0.1"]} & {*before["l0"], *before["l0.1"]}
+    assert all(step > 0 for step in starts(site)[1:]), "it continues from a checkpoint"
+    summary = site.end() if is_machine else site.interrupt()
+    assert summary["joins"] == 4
+    site.until_gone()
+
+
 def test_training_continues_to_the_end_after_the_head_is_lost(site: Site) -> None:
     site.add(2), site.add(1)
     site.start(2)
@@ -287,17 +355,9 @@ def test_learners_are_added_and_removed_and_ctrl_c_ends_all_cleanly(
     site.until_train("l0")
     site.until(lambda: not site.keepers("l1"), "its end")
     site.until_commits(4)
-    assert site.driver is not None
-    site.driver.send_signal(signal.SIGINT)
-    said, _ = site.driver.communicate(timeout=WITHIN_S)
-    assert site.driver.returncode == 130, said
-    assert "SIGINT: ending the run" in said
-    assert "; killed" not in said, said
-    assert not any(site.keepers(name) for name in ("syncer", "l0", "l1"))
+    site.interrupt()
+    assert not any(site.keepers(name) for name in NAMES)
     assert site.leaves() == [("l1", "preempted"), ("l0", "preempted")]
-    summary = json.loads((site.run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["ledger_exact"]) == ("interrupted", True)
-    assert_recorded_exactly(site.run_dir)
 
 
 def test_missing_resources_are_named_before_anything_starts(site: Site) -> None:
