@@ -16,6 +16,7 @@ from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.contributions import Contributions
 from lightning_diloco.protocol.syncer.durable_state import DurableState
 from lightning_diloco.protocol.syncer.ledger import Account
+from lightning_diloco.protocol.syncer.roster import Roster
 from lightning_diloco.protocol.syncer.rounds import Rounds
 from lightning_diloco.simulate import Fleet, Network, Pace
 from lightning_diloco.simulate.standby import Standby
@@ -145,6 +146,18 @@ def _member_without_fates() -> Callable[..., Any]:
 
 def nothing_waits_for_the_standby(patch: Patch) -> None:
     patch.setattr(Standby, "wait", lambda self, num_records, call: call())
+
+
+def learners_leave_without_draining(patch: Patch) -> None:
+    patch.setattr(Fragment, "is_drained", lambda *_: True)
+
+
+def old_processes_stay_active(patch: Patch) -> None:
+    patch.setattr(Roster, "older", lambda *_: [])
+
+
+def a_lost_payload_is_not_sent_again(patch: Patch) -> None:
+    patch.setattr(Rounds, "payloads_lost", lambda *_: [])
 
 
 def a_leave_is_not_on_record(patch: Patch) -> None:
