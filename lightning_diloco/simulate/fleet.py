@@ -350,15 +350,14 @@ class Fleet:
         self.saw(learner.session, event)
         todo = learner.state.handle(event, self._timeline.now_s)
         for action in todo:
-            if isinstance(action, do.Say):
-                self._say(learner, action.message)
-            else:
-                self._do_for_learner(learner, action)
+            self._do_for_learner(learner, action)
         if self._is_audited:
             self.invariants.after_learner_event(learner, event, todo)
 
     def _do_for_learner(self, learner: SimulatedLearner, action: do.LearnerAction) -> None:
         match action:
+            case do.Say():
+                self._say(learner, action.message)
             case do.Snapshot():
                 learner.snapshot(action.ready.fragment, action.ready.seq)
                 encoded = on.Encoded(action.ready.fragment, action.ready.seq)

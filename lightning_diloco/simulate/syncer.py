@@ -211,9 +211,6 @@ class SimulatedSyncer:
             action = self._todo.popleft()
             if self._may_die:
                 self.crashes.before(action)
-            if isinstance(action, do.Send) and self.standby is None:
-                self._world.deliver(action.session, action.message, self.boot)  # most actions are this
-                continue
             self._do(action)
             if isinstance(action, do.Record) and action.values["kind"] not in IN_FLIGHT and self._is_standby_behind:
                 self._is_blocked = True
@@ -239,6 +236,8 @@ class SimulatedSyncer:
     def _do(self, action: do.SyncerAction) -> None:
         now_s, boot = self._timeline.now_s, self.boot
         match action:
+            case do.Send() if self.standby is None:
+                self._world.deliver(action.session, action.message, boot)
             case do.Send():
                 self._when_copied(partial(self._send, action, boot), self._num_decided)
             case do.Record():

@@ -188,7 +188,7 @@ def the_seen_counter_lags(patch: Patch) -> None:
         (commit_is_booked_twice, "may be added once"),
         (merged_ranges_may_overlap, "merged twice|tokens of progress"),
         (undrained_tokens_are_forgotten, "does not balance"),
-        (old_processes_are_not_fenced, "still there"),
+        (old_processes_are_not_fenced, "two processes of one learner"),
         (a_quorum_of_one_is_enough, "the quorum is 2"),
         (a_landed_merge_is_not_taken_off_the_parameters, "tokens of progress"),
         (a_superseded_range_is_dropped, "tokens of progress"),
