@@ -47,9 +47,11 @@ _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "quorum": (int, _RUN.quorum, f"K, contributions that a round needs ({_RUN.quorum})"),
     "grace": (_grace, _RUN.grace, f"time that a round waits for more, or adaptive ({_RUN.grace})"),
     "sync-every": (int, _RUN.sync_every, f"H, steps between exchanges of a fragment ({_RUN.sync_every})"),
+    "overlap": (int, None, f"tau, steps in which an update shall arrive ({_RUN.overlap})"),
     "link": (bits, 5e9, "link of each learner in each direction (5Gbit)"),
     "mtbi": (seconds, seconds("1y"), "mean time between interruptions of a chip, such as 1y (1y)"),
 }
+_OF_THE_RUN = ("quorum", "grace", "sync-every", "overlap")
 _SEARCH = {"for_s", "seeds", "keep"}  # options of --explore alone
 _TIMES = {
     "rescale": "time that an elastic learner needs to go on with other slices",
@@ -89,6 +91,7 @@ def add_parser(verbs: Any) -> None:
     add("--extra", type=int, metavar="N", help="learners that join in the middle of the run, and leave again (none)")
     add("--extra-for", type=seconds, metavar="TIME", help="how long they stay; needed with --extra")
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
+    add("--steps", type=count, metavar="N", help="the same as steps of each learner, the fastest one if they differ")
     add("--seed", type=int, metavar="N", help="seed of all randomness (1)")
     add("--baseline", nargs="+", choices=list(_BASELINES), default=None, help="data parallel training, too")
     add(
@@ -227,9 +230,10 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     from lightning_diloco.simulate.settings import Network
 
     num_learners, steps_s, rtt_s = options["learners"], tuple(given.get("step", [1.0])), given.get("rtt", 0.04)
-    config = RunConfig.with_defaults(
-        {"quorum": options["quorum"], "grace": options["grace"], "sync_every": options["sync-every"]}
-    ).validate()
+    of_the_run = {name.replace("-", "_"): options[name] for name in _OF_THE_RUN if options[name] is not None}
+    config = RunConfig.with_defaults(of_the_run).validate()
+    if "steps" in given and "duration" in given:
+        raise ConfigError("--steps and --duration both set the simulated time; give one of them")
     if num_learners < 1:
         raise ConfigError(f"--learners {num_learners}: at least one learner trains")
     if config.quorum > num_learners:
@@ -264,7 +268,7 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         outage_s=given.get("outage", 60.0),
         num_extra=given.get("extra", 0),
         extra_s=given.get("extra_for", 0.0),
-        duration_s=given.get("duration"),
+        duration_s=given["steps"] * min(steps_s) if "steps" in given else given.get("duration"),
         network=Network(latency_s=rtt_s / 2, upload_s=exchange.upload_s, download_s=exchange.download_s),
         merge_s=(exchange.merge_s + exchange.log_s) / 2,
         config=config,

@@ -11,6 +11,8 @@ import json
 import zlib
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lightning_diloco.config import CHAIN_LENGTH
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
@@ -47,7 +49,9 @@ class Disk:
 
     def append(self, values: Json, gradient: int = 0) -> None:
         """Make a record durable."""
-        entry = Entry(records.decode(json.loads(json.dumps(values, allow_nan=False))), gradient)
+        if self.keeps_log:
+            values = json.loads(json.dumps(values, allow_nan=False))
+        entry = Entry(records.decode(values), gradient)
         if self.keeps_log:
             self.log.append(entry)
         self._follow(entry)
@@ -63,8 +67,8 @@ class Disk:
             p = record.fragment
             assert record.version == len(self.anchors[p]), "a version was left out, or committed twice"
             self.anchors[p].append(self.anchors[p][-1] + entry.gradient)
-            text = f"{self.digests[p][-1]} {record} {entry.gradient}"
-            self.digests[p].append(f"{zlib.crc32(text.encode()):08x}")
+            text = b"%s %d %s" % (self.digests[p][-1].encode(), entry.gradient, msgspec.json.encode(record))
+            self.digests[p].append(f"{zlib.crc32(text):08x}")
 
     def take_snapshot(self, state: SyncerState) -> None:
         """Save the state of the state machine."""

@@ -71,6 +71,8 @@ class Fleet:
         self._is_audited = is_audited
         self._tick_s = tick_s
         self._timeline = Timeline()
+        self._after = self._timeline.after
+        self._proofs: dict[int, tuple[tuple[int, int, int, str], str]] = {}  # by fragment: its version, and the proof
         self._sessions = itertools.count(1)
         self.syncer = self._made_syncer(
             expect=expect, merge_s=merge_s, crashes=crashes, guard=guard, keeps_log=is_audited
@@ -162,14 +164,12 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ machinery
 
-    def _after(self, delay_s: float, call: Callable[[], object]) -> None:
-        self._timeline.after(delay_s, call)
-
     def _deliver(self, call: Callable[[], None]) -> None:
         """Deliver one control message, or lose it, or deliver it twice."""
-        for _ in range(2 if self.random.random() < self.network.repeats else 1):
-            if self.random.random() >= self.network.loss:
-                self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
+        network, chance = self.network, self.random.random
+        for _ in range(2 if chance() < network.repeats else 1):
+            if chance() >= network.loss:
+                self._after(network.latency_s * (1 + network.jitter * chance()), call)
 
     def _tick(self) -> None:
         self.syncer.tick()
@@ -205,7 +205,8 @@ class Fleet:
     def saw(self, whose: str, event: object) -> None:
         """See `World`."""
         self.num_events += 1
-        self.history.append((self.now_s, whose, event))
+        if self._is_audited:
+            self.history.append((self._timeline.now_s, whose, event))
 
     def audit(self) -> None:
         """See `World`."""
@@ -347,7 +348,7 @@ class Fleet:
         if learner.is_gone or learner.state is None:
             return
         self.saw(learner.session, event)
-        todo = learner.state.handle(event, self.now_s)
+        todo = learner.state.handle(event, self._timeline.now_s)
         for action in todo:
             self._do_for_learner(learner, action)
         if self._is_audited:
@@ -372,7 +373,8 @@ class Fleet:
             case do.Land():
                 assert learner.state is not None
                 learner.land(action.fragment)
-                learner.landings.append((action.fragment, learner.state.fragments[action.fragment].landed))
+                if self._is_audited:
+                    learner.landings.append((action.fragment, learner.state.fragments[action.fragment].landed))
             case do.Promise():
                 learner.promise = action
             case do.Forget():
@@ -418,10 +420,17 @@ class Fleet:
         have = None if action.adopt or generation != action.generation else action.have
         update, digest = disk.update(p, have, version, int((sent or 0) * kept)), disk.digests[p][version]
         is_full = update.full is not None
-        proof = self.syncer.state.proof(p, generation, version, digest)
+        proof = self._proof(p, generation, version, digest)
         staged = on.Staged(p, generation, version, None if sent is None else merged_seq, is_full, kept, proof)
         takes_s = self.network.download_s * (FULL_VALUES if is_full else max(1, version - action.have))
         self._after(takes_s, partial(self._fetched, learner, action, (update, digest, staged), boot))
+
+    def _proof(self, p: int, generation: int, version: int, digest: str) -> str:
+        """Return the proof of a version, computed once for all learners that fetch it."""
+        key = p, generation, version, digest
+        if p not in self._proofs or self._proofs[p][0] != key:
+            self._proofs[p] = key, self.syncer.state.proof(*key)
+        return self._proofs[p][1]
 
     def _fetch_begins(self, learner: SimulatedLearner, action: do.Fetch) -> None:
         """Do nothing; a fleet with real tensors overrides this to get the update."""

@@ -2,7 +2,7 @@
 
 1. Versions only grow and the generation stays, unless the disk is rolled back. A takeover by the standby does not count
    as a rollback.
-2. No round closes below the effective quorum.
+2. No round closes below the effective quorum. No two processes of one learner take part.
 3. Under "carry", parameters minus anchor equal the pending tokens. Every learner's anchor equals the published one.
 4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
 5. The syncer's accounts agree with each learner and with the log, and seen = merged + discarded + pending.
@@ -66,6 +66,9 @@ class Invariants:
         if syncer.rounds.generation != self._generation and not self._was_rolled_back:
             self._fail(f"generation {syncer.rounds.generation} began, although no disk has lost records")
         self._generation = syncer.rounds.generation
+        active = [member.learner for member in syncer.roster.members.values() if member.state == "active"]
+        if len(set(active)) < len(active):
+            self._fail(f"two processes of one learner take part: {sorted(active)}")
         if syncer.num_inexact:
             self._fail("a learner's books disagree with the commits it has landed")
         for f in syncer.rounds.fragments:

@@ -34,7 +34,7 @@ class SimulatedLearner:
         params, anchors: values per fragment.
         kept: sent values by (fragment, seq).
         staged: the last fetched update, per fragment.
-        landings: (fragment, version) in order.
+        landings: (fragment, version) in order; kept while invariants are checked.
         is_last: answer to its leave; None before.
         num_interruptions: how often its step was discarded.
         promise: actions of its ranks at the next boundary.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -91,6 +90,7 @@ class SimulatedSyncer:
         self.shard_dies_at: type[do.Merge | do.Apply] | None = None
         self.standby: Standby | None = None
         self.crashes = crashes or CrashPoints()
+        self._may_die = keeps_log
         self.on_commit: Callable[[Sequence[str]], object] = lambda learners: None
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)
         self.payloads: dict[tuple[str, int, int], int] = {}
@@ -114,11 +114,12 @@ class SimulatedSyncer:
 
     def handle(self, event: on.SyncerEvent) -> None:
         """Handle an event, now or when the process is no longer suspended."""
-        if self._timeline.now_s < self._suspended_until_s:
-            wait_s = self._suspended_until_s - self._timeline.now_s
+        now_s = self._timeline.now_s
+        if now_s < self._suspended_until_s:
+            wait_s = self._suspended_until_s - now_s
             self._timeline.after(wait_s, partial(self._handle_own, event, self.boot))
             return
-        self._inbox.append((self._timeline.now_s, event))
+        self._inbox.append((now_s, event))
         self._take_events()
 
     def tick(self) -> None:
@@ -198,15 +199,18 @@ class SimulatedSyncer:
         while self._inbox and not self._is_blocked:
             came_s, event = self._inbox.popleft()
             self._world.saw("syncer", event)
-            with self._mortal():
+            try:
                 self._todo.extend(self.state.handle(event, came_s))
                 self._carry_out()
+            except Killed:
+                self._start_again()
 
     def _carry_out(self) -> None:
         """Carry out actions in order; after some records, the next one waits until the standby has them."""
         while self._todo:
             action = self._todo.popleft()
-            self.crashes.before(action)
+            if self._may_die:
+                self.crashes.before(action)
             self._do(action)
             if isinstance(action, do.Record) and action.values["kind"] not in IN_FLIGHT and self._is_standby_behind:
                 self._is_blocked = True
@@ -217,23 +221,23 @@ class SimulatedSyncer:
     def _go_on(self, boot: int) -> None:
         if boot == self.boot:
             self._is_blocked = False
-            with self._mortal():
+            try:
                 self._carry_out()
+            except Killed:
+                self._start_again()
             self._take_events()
 
-    @contextmanager
-    def _mortal(self) -> Iterator[None]:
-        """Context for actions of the process that restarts it if it is killed."""
-        try:
-            yield
-        except Killed:
-            self.restart(use_snapshot=True)
+    def _start_again(self) -> None:
+        """Restart the process, which was killed at one of its actions."""
+        self.restart(use_snapshot=True)
 
     # --------------------------------------------------------------------------------------------------------- actions
 
     def _do(self, action: do.SyncerAction) -> None:
         now_s, boot = self._timeline.now_s, self.boot
         match action:
+            case do.Send() if self.standby is None:
+                self._world.deliver(action.session, action.message, boot)
             case do.Send():
                 self._when_copied(partial(self._send, action, boot), self._num_decided)
             case do.Record():
@@ -301,12 +305,14 @@ class SimulatedSyncer:
         if (p, action.round) not in self._gradients:
             self.handle(on.CommitFailed(p, action.round, "the shard was restarted"))
             return
-        with self._mortal():
+        try:
             self.crashes.reach("append")
             self._append(action.record, self._gradients[p, action.round], is_commit=True)
             self.crashes.reach("tell")
             committed = on.Committed(p, action.round, self.disk.digests[p][-1])
             self._when_copied(partial(self._handle_own, committed, boot))
+        except Killed:
+            self._start_again()
 
     # --------------------------------------------------------------------------------------------------------- standby
 

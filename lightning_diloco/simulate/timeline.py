@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 
 class Timeline:
@@ -21,7 +21,7 @@ class Timeline:
 
     def after(self, delay_s: float, call: Callable[[], object]) -> None:
         """Call a function after this time."""
-        heapq.heappush(self._calls, (self.now_s + delay_s, next(self._order), call))
+        heappush(self._calls, (self.now_s + delay_s, next(self._order), call))
 
     @property
     def next_s(self) -> float | None:
@@ -30,7 +30,8 @@ class Timeline:
 
     def run_until(self, until_s: float) -> None:
         """Make all calls up to this time, and set the current time to it."""
-        while self._calls and self._calls[0][0] <= until_s:
-            self.now_s, _, call = heapq.heappop(self._calls)
+        calls = self._calls
+        while calls and calls[0][0] <= until_s:
+            self.now_s, _, call = heappop(calls)
             call()
         self.now_s = until_s

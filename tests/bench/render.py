@@ -62,13 +62,14 @@ def _loss_by_participation(found: Results) -> str:
 
 
 def _goodput(found: Results) -> str:
-    more = (found["two_speeds"], found["scavenging"], found["real"], goodput_table.answers(found["cells"]))
+    cells = found["cells"]
+    speeds = goodput_table.beside_published(found["two_speeds"])
+    more = (goodput_table.residuals(cells), speeds, found["scavenging"], found["real"], goodput_table.answers(cells))
     return "\n\n".join((_rows(found), *map(report.table, more)))
 
 
 def _bandwidth(found: Results) -> str:
-    rows = [row for row in found["rows"] if row["model"] in ("10B", "12B")]
-    return "\n\n".join((report.table(rows), _checks(found), report.table(found["eight_sites"])))
+    return "\n\n".join((report.table(found["rows"]), _checks(found), report.table(found["eight_sites"])))
 
 
 def _gpu(found: Results) -> str:

@@ -38,6 +38,14 @@ def test_the_same_command_prints_the_same(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.seconds
+def test_a_number_of_steps_is_a_duration(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--learners", "2", "--chips", "64k", "--step", "0.5s", "1s", "--overlap", "1")
+    (row,) = told(capsys, *words, "--steps", "100")["rows"]
+    assert [row] == told(capsys, *words, "--duration", "50s")["rows"]
+    assert [row] != told(capsys, *words, "--duration", "50s", "--overlap", "4")["rows"]
+
+
+@pytest.mark.seconds
 def test_a_scenario_gives_options_and_the_command_line_takes_precedence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +85,8 @@ def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--explore", "--learners", "2", "--chips", "1k"], "--chips, --learners: not with --explore"),
         (["--for", "2min"], "--for: needs --explore"),
         (["--explore", "--keep", "one"], "numbers of steps"),
+        (["--steps", "100", "--duration", "2min"], "--steps and --duration both set the simulated time"),
+        (["--overlap", "0"], "overlap=0"),
     ],
 )
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -16,6 +16,7 @@ from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.contributions import Contributions
 from lightning_diloco.protocol.syncer.durable_state import DurableState
 from lightning_diloco.protocol.syncer.ledger import Account
+from lightning_diloco.protocol.syncer.roster import Roster
 from lightning_diloco.protocol.syncer.rounds import Rounds
 from lightning_diloco.simulate import Fleet, Network, Pace
 from lightning_diloco.simulate.standby import Standby
@@ -147,6 +148,18 @@ def nothing_waits_for_the_standby(patch: Patch) -> None:
     patch.setattr(Standby, "wait", lambda self, num_records, call: call())
 
 
+def learners_leave_without_draining(patch: Patch) -> None:
+    patch.setattr(Fragment, "is_drained", lambda *_: True)
+
+
+def old_processes_stay_active(patch: Patch) -> None:
+    patch.setattr(Roster, "older", lambda *_: [])
+
+
+def a_lost_payload_is_not_sent_again(patch: Patch) -> None:
+    patch.setattr(Rounds, "payloads_lost", lambda *_: [])
+
+
 def a_leave_is_not_on_record(patch: Patch) -> None:
     real = DurableState._apply_departed
 
@@ -175,7 +188,7 @@ def the_seen_counter_lags(patch: Patch) -> None:
         (commit_is_booked_twice, "may be added once"),
         (merged_ranges_may_overlap, "merged twice|tokens of progress"),
         (undrained_tokens_are_forgotten, "does not balance"),
-        (old_processes_are_not_fenced, "still there"),
+        (old_processes_are_not_fenced, "two processes of one learner"),
         (a_quorum_of_one_is_enough, "the quorum is 2"),
         (a_landed_merge_is_not_taken_off_the_parameters, "tokens of progress"),
         (a_superseded_range_is_dropped, "tokens of progress"),

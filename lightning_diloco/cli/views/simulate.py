@@ -18,7 +18,7 @@ from lightning_diloco.plots.style import quantity
 from lightning_diloco.simulate.goodput import LEARNER_STEPS, Outcome, Scenario
 
 _MEASURES = {"Goodput, simulated": "goodput", "Learners that take part in a round": "participation"}
-_UNITS = {"grace": "[s]", "sync-every": "[steps]", "link": "[bit/s]", "mtbi": "[s]"}
+_UNITS = {"grace": "[s]", "sync-every": "[steps]", "overlap": "[steps]", "link": "[bit/s]", "mtbi": "[s]"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ class LearnerState:
         return msg.Progress(
             step=self.step,
             tokens=self.tokens,
-            landed=tuple(f.landed for f in self.fragments),
-            pending=tuple(f.pending(self.tokens) for f in self.fragments),
+            landed=tuple([f.landed for f in self.fragments]),
+            pending=tuple([f.pending(self.tokens) for f in self.fragments]),
             discarded=dict(self.discarded),
             generation=self.generation,
         )
@@ -204,7 +204,7 @@ class LearnerState:
             return []
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            if f.staged and f.can_land and self._promises.allow_landing(p):
+            if f.staged is not None and f.can_land and self._promises.allow_landing(p):
                 todo += self._land(p, f, f.staged, now_s)
             if f.announced is not None:
                 todo += self._answer(p, f, f.announced, now_s)
@@ -426,8 +426,10 @@ class LearnerState:
             return [self._leave()]
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            if f.outstanding or f.must_adopt or f.offered > f.landed:  # most fragments are idle
-                todo += f.fetch(p) + f.ask_fate(now_s)
+            if f.must_adopt or f.offered > f.landed:  # most fragments are idle
+                todo += f.fetch(p)
+            if f.outstanding:
+                todo += f.outstanding.ask_fate(now_s)
         todo += map(do.Say, self.lessee.ask(now_s, self.generation, self.tokens_per_s, wants=self.phase != "draining"))
         if now_s >= self._next_heartbeat_s:
             todo.append(self._heartbeat(now_s))

@@ -44,12 +44,15 @@ def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: in
 
 def plausible_steps(member: Member, ready: Ready, roster: Roster, *, now_s: float, sync_every: int) -> int:
     """Return the steps of a contribution, limited to a plausible number (rule 3)."""
+    slack = SLACK_PERIODS * sync_every
+    if ready.steps <= slack:
+        return ready.steps
     since_s = member.merged_s.get(ready.fragment, member.active_s)
     times = [other.step_s for other in _others(member, roster) if other.step_s]
     if since_s is None or not times:
         return ready.steps  # there is nothing to compare with
     step_s = median_high(times) / MAX_FASTER
-    return min(ready.steps, math.ceil((now_s - since_s) / step_s) + SLACK_PERIODS * sync_every)
+    return min(ready.steps, math.ceil((now_s - since_s) / step_s) + slack)
 
 
 def _others(member: Member, roster: Roster) -> Iterable[Member]:

@@ -43,6 +43,7 @@ class Account:
         is_absent: the learner has lapsed; its pending tokens wait for its return.
         is_closed: no more tokens can be merged or pending.
         is_exact: the last progress report agreed with the commits.
+        is_long: a fragment may have more than MAX_RANGES merged ranges.
     """
 
     learner: str
@@ -55,6 +56,7 @@ class Account:
     is_absent: bool = False
     is_closed: bool = False
     is_exact: bool = field(default=False, compare=False)
+    is_long: bool = field(default=True, compare=False)
 
     @property
     def num_merged(self) -> int:
@@ -92,28 +94,30 @@ class Account:
             return True
         self.seen = max(self.seen, progress.tokens)
         self.declared = progress
-        landed_size = sum(merged.size for merged in self.merged)
+        landed_size = sum([merged.size for merged in self.merged])
         for p, entries in enumerate(self.unlanded):
             if entries:
                 self.unlanded[p] = [entry for entry in entries if entry[0] > progress.landed[p]]
-                landed_size -= sum(stop - start for _, start, stop in self.unlanded[p])
-        pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
+                landed_size -= sum([stop - start for _, start, stop in self.unlanded[p]])
+        pending = sum([stop - start for ranges in progress.pending for start, stop in ranges])
         total = landed_size + sum(progress.discarded.values()) + pending
         self.is_exact = total == progress.tokens * len(self.merged)
         return self.is_exact
 
     def settle(self) -> None:
         """Replace merged ranges before all open ones by their size, if a fragment has more than MAX_RANGES (rule 4)."""
-        if self.declared is None:
+        if self.declared is None or not self.is_long:
             return
         for merged, unlanded, pending in zip(self.merged, self.unlanded, self.declared.pending, strict=True):
             if len(merged) > MAX_RANGES:
                 open_from = [start for start, _ in pending] + [start for _, start, _ in unlanded]
                 merged.settle(min([self.declared.tokens, *open_from]))
+        self.is_long = any(len(merged) > MAX_RANGES for merged in self.merged)
 
     def merge(self, fragment: int, version: int, start: int, stop: int) -> None:
         """Book a merged range; raises ValueError if a part of it was merged before."""
         self.merged[fragment].add(start, stop)
+        self.is_long |= len(self.merged[fragment]) > MAX_RANGES
         self.unlanded[fragment].append((version, start, stop))
         self.seen = max(self.seen, stop)
 
@@ -201,7 +205,7 @@ class Ledger:
     @property
     def seen(self) -> int:
         """Tokens seen by all learners; a batch of n tokens counts n."""
-        return sum(account.seen for account in self.accounts.values())
+        return sum([account.seen for account in self.accounts.values()])
 
     @property
     def num_merged(self) -> int:

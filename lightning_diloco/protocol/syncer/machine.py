@@ -204,12 +204,12 @@ class SyncerState(Joins):
 
     def _is_out_of_step(self, said: msg.Ready | msg.Progress) -> bool:
         """Return whether a message names another generation, or a version above the current one."""
-        versions = [f.version for f in self.rounds.fragments]
+        fragments = self.rounds.fragments
+        if said.generation != self.rounds.generation:
+            return True
         if isinstance(said, msg.Ready):
-            is_ahead = said.base > versions[said.fragment]
-        else:
-            is_ahead = any(landed > version for landed, version in zip(said.landed, versions, strict=True))
-        return said.generation != self.rounds.generation or is_ahead
+            return said.base > fragments[said.fragment].version
+        return any(landed > f.version for landed, f in zip(said.landed, fragments, strict=True))
 
     def _merged(self, event: on.Merged, now_s: float) -> list[SyncerAction]:
         todo = self.rounds.merged(event, now_s)

@@ -172,7 +172,7 @@ class Roster:
 
     def is_quarantined(self, session: str) -> bool:
         """Return whether its learner is in quarantine: no round waits for it, and it is not merged."""
-        return self.members[session].learner in self.quarantined
+        return bool(self.quarantined) and self.members[session].learner in self.quarantined
 
     def trusted(self) -> list[Member]:
         return [m for m in self.live() if m.learner not in self.quarantined]

@@ -233,8 +233,8 @@ class Rounds:
     def _may_join(self, held: Held) -> bool:
         """Return whether the payload is here or can come in time, and its learner is not in quarantine."""
         session = held.contribution.session
-        is_coming = self.roster[session].is_live and not held.is_late
-        return (held.has_payload or is_coming) and not self.roster.is_quarantined(session)
+        is_coming = held.has_payload or (self.roster[session].is_live and not held.is_late)
+        return is_coming and not self.roster.is_quarantined(session)
 
     def _try_close(self, p: int, now_s: float) -> list[SyncerAction]:
         f = self.fragments[p]
@@ -277,10 +277,11 @@ class Rounds:
         r = f.round
         if r is None or r.stage != "transferring":
             return []
-        there = {s: f.held[s] for s in r.members if s in f.held and self._may_join(f.held[s])}
-        here = [s for s, held in there.items() if held.has_payload]
-        if len(here) < len(there) and now_s < r.until_s:
+        members = {s: f.held[s] for s in r.members if s in f.held}
+        if now_s < r.until_s and any(not held.has_payload and self._may_join(held) for held in members.values()):
             return []
+        there = {s: held for s, held in members.items() if self._may_join(held)}
+        here = [s for s, held in there.items() if held.has_payload]
         for held in there.values():
             held.is_late = not held.has_payload  # it can join a later round, which does not wait for it
         if not here:
