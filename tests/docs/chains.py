@@ -285,6 +285,7 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             "diloco plan diffusion/video": "It fits",
             "diloco plan gemma/12b-8gpu": "It fits",
             "diloco plan gemma/12b-v5p": "It fits",
+            "diloco plan gemma/12b-v6e": "It fits",
             "diloco plan gpt2/124m": "It fits",
             "diloco plan llama/1b": "It fits",
             "diloco plan llama/1b-v6e": "It fits",

@@ -28,6 +28,7 @@ SIZES = {
     "llama/1b-v6e.yaml": 1_235_814_400,
     "gemma/12b-8gpu.yaml": 11_765_788_416,
     "gemma/12b-v5p.yaml": 11_765_788_416,
+    "gemma/12b-v6e.yaml": 11_765_788_416,
     "mistral/12b-8gpu.yaml": 12_247_782_400,
     "mistral/12b-v5p.yaml": 12_247_782_400,
 }

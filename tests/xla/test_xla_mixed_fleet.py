@@ -13,7 +13,7 @@ import pytest
 from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from tests.xla.learner import NUM_JOINT_COMMITS, joint_commits
 
-pytestmark = [pytest.mark.xla, pytest.mark.slow]
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.thorough]
 
 REPOSITORY = Path(__file__).parents[2]
 LEARNERS = {"tpu-vm": ("xla", 8), "laptop": ("cpu", 16)}
