@@ -126,8 +126,8 @@ class Account:
         return Heard(self.seen, self.declared)
 
     def hear(self, heard: Heard) -> None:
-        """Restore the reports that `heard` returned."""
-        self.seen, self.declared = heard.seen, heard.declared
+        """Restore the reports that `heard` returned; a commit that was being written then may have merged more."""
+        self.seen, self.declared = max(self.seen, heard.seen), heard.declared
 
     def close(self, cause: str) -> None:
         """Book all pending tokens as discarded with this cause, and close the account."""

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import codec, messages
+from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.data_ranges import Span
 from lightning_diloco.protocol.syncer import joins, records
@@ -53,6 +54,21 @@ def test_rounds_do_not_wait_for_a_lapsed_learner(syncer: Syncer) -> None:
     syncer.intent("a")
 
     assert members(syncer.contribute("a", ready())) == ["a"]
+
+
+def test_a_restart_restores_the_ledger_if_a_learner_lapsed_while_its_commit_was_being_written(syncer: Syncer) -> None:
+    """The lapse is after the commit in the log, and has the counter of before it."""
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.contribute("b", ready(stop=120))
+    syncer.merge()
+    action = syncer.applying.pop(0)
+    syncer.log.append(records.decode(action.record))
+    lapse(syncer, "b")
+    syncer.handle(on.Committed(0, action.round, "digest"))
+
+    assert syncer.state.ledger.totals().is_exact
+    assert syncer.restarted().state.ledger.totals() == syncer.state.ledger.totals()
 
 
 def test_a_learner_that_returns_continues_its_account(syncer: Syncer) -> None:
