@@ -49,6 +49,11 @@ class IntervalSet:
     def _all(self) -> tuple[int, int, list[int], list[int]]:
         return self.floor, self.num_settled, self._starts, self._stops
 
+    @property
+    def end(self) -> int:
+        """End of the last range; 0 if there is none."""
+        return self._stops[-1] if self._stops else 0
+
     def overlap(self, start: int, stop: int) -> int:
         """Return how many integers of [start, stop) are in the set or below the floor."""
         settled = max(0, min(stop, self.floor) - start)

@@ -30,7 +30,7 @@ from lightning_diloco.simulate.settings import Network, Pace
 DATA = (Data(sizes=(90,), range_size=8), Data(sizes=(33, 0, 50), range_size=8, is_stream=True))
 MAX_STEPS = 40
 MAX_LEARNERS = 6
-RECONNECT_S, MERGED_S, LEAVE_S = 8.0, 60.0, 120.0
+RECONNECT_S, MERGED_S, DRAIN_S, LEAVE_S = 8.0, 60.0, 100.0, 120.0
 _WEIGHTS = {
     "join": 2, "replace": 2, "cut": 2, "heal": 3, "finish": 1, "spoil a payload": 1, "restart the syncer": 1,
     "kill the syncer": 3, "suspend the syncer": 1, "evaluate": 1, "hang": 1, "fill the disk": 1, "snapshot": 1,
@@ -287,7 +287,7 @@ class History:
             self._check_merged(learner, before[learner.session])
         undrained = self._num_undrained()
         for learner in self._training():
-            fleet.finish(learner)
+            fleet.finish(learner, within_s=DRAIN_S)
         fleet.run_to_the_end(limit_s=fleet.now_s + LEAVE_S)
         fleet.run_for(RECONNECT_S)
         fleet.invariants.audit()

@@ -110,11 +110,11 @@ class Fleet:
         learner.is_cut = False
         self._reconnect(learner)
 
-    def finish(self, learner: SimulatedLearner, *, drain: bool = True) -> None:
-        """Stop the steps, drain and leave."""
+    def finish(self, learner: SimulatedLearner, *, drain: bool = True, within_s: float | None = None) -> None:
+        """Stop the steps, drain and leave; the drain takes at most `within_s`, by default that of the pace."""
         learner.busy_until_s = float("inf")
         self._begin_step(learner)
-        self._learner_handles(learner, on.Finish("finished", drain))
+        self._learner_handles(learner, on.Finish("finished", drain, within_s))
 
     def evaluate(self, learner: SimulatedLearner, for_s: float) -> None:
         """Let the learner validate: it makes no step, lands nothing and reports that it validates."""

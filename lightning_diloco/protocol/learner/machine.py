@@ -374,7 +374,11 @@ class LearnerState:
         return todo
 
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
-        """Process a Welcome after a reconnect; in a new generation, adopt all anchors."""
+        """Process a Welcome after a reconnect; in a new generation, adopt all anchors.
+
+        A disk may be rolled back a second time, to another start of the same generation. So a fragment that has not
+        adopted the generation yet begins it again.
+        """
         todo: list[LearnerAction] = []
         generation = max(message.generations)
         if self._drain_clock:
@@ -387,7 +391,7 @@ class LearnerState:
         merged = message.merged or (0,) * len(self.fragments)
         for p, f in enumerate(self.fragments):
             f.announced, f.last_round = None, -1
-            if is_anew:
+            if is_anew or (generation == self.generation != f.generation):
                 todo += [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
                 self._book("restored", f.rolled_back(message.versions[p], merged[p]))
                 todo += f.fetch(p)

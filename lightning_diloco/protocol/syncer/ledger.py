@@ -127,7 +127,8 @@ class Account:
 
     def hear(self, heard: Heard) -> None:
         """Restore the reports that `heard` returned; a commit that was being written then may have merged more."""
-        self.seen, self.declared = max(self.seen, heard.seen), heard.declared
+        self.seen = max([heard.seen, *(ranges.end for ranges in self.merged)])
+        self.declared = heard.declared
 
     def close(self, cause: str) -> None:
         """Book all pending tokens as discarded with this cause, and close the account."""

@@ -75,6 +75,21 @@ def test_merges_that_survived_a_rollback_are_not_booked_as_lost(learner: Learner
     assert learner.books() == (20, 20)
 
 
+def test_a_generation_that_is_rolled_back_before_a_fragment_has_adopted_it_is_begun_again(learner: Learner) -> None:
+    """Its disk lost records twice: the number of the generation is the same, but fewer contributions survived."""
+    learner.snapshot()
+    learner.snapshot(1, 2)
+    learner.hear(welcome(generation=1, version=1, merged=(10, 10)))
+    learner.land(0, 1, is_full=True)
+    learner.hear(msg.Welcome(1, "r", {}, (1, 1), (1, 0), 0, (10, 0)))
+
+    assert [f.merged_tokens for f in learner.state.fragments] == [10, 0]
+    assert learner.state.fragments[1].landed == 0
+    learner.land(1, 0, is_full=True)
+    seen, accounted = learner.books()
+    assert seen == accounted
+
+
 def test_messages_of_an_older_generation_are_ignored(learner: Learner) -> None:
     learner.hear(welcome(generation=1))
     learner.hear(msg.Commit(0, 0, 9, ()))
