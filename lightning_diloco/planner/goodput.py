@@ -21,7 +21,7 @@ exceeds the median step is lost.
 Failures of the syncer and of a learner's network stop no learner. The result is an expectation. A short run can deviate
 from it by chance, for example if several failures occur while a learner is already down.
 
-Source: our choice; compared with real runs in `tests/bench/forecast.py`.
+Source: our choice; compared with real runs in `tests/bench/forecast.py`, and with simulated ones in a test.
 """
 
 from __future__ import annotations

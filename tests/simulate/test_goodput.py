@@ -7,12 +7,15 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 import lightning_diloco.simulate
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.planner.bandwidth import Exchange, Machines
+from lightning_diloco.planner.goodput import expected_goodput
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import Fleet, Network, Pace, goodput, syncer
 from lightning_diloco.simulate.chips import Chips, pauses, trained_s
@@ -41,6 +44,31 @@ def test_without_failures_all_work_is_merged() -> None:
     assert (found.uptime, found.participation, found.pauses, found.discarded) == (1.0, pytest.approx(1.0), 0, 0.0)
     assert found.rounds > 4 * 400 / 8 - 8
     assert found.merges == 4 * found.rounds
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("mtbf_s", "rejoin_s"), [(400.0, 30.0), (1200.0, 120.0)])
+def test_the_closed_form_of_a_plan_agrees_with_the_simulation(mtbf_s: float, rejoin_s: float) -> None:
+    """A plan must take seconds, so `diloco plan` uses the closed form."""
+    config = RunConfig(num_fragments=2, sync_every=16)
+    deaths = replace(
+        FLEET, chips=replace(CHIPS, mtbi_s=1e12), duration_s=6000.0, config=config, mtbf_s=mtbf_s, rejoin_s=rejoin_s
+    )
+    simulated = fmean(simulate(replace(deaths, seed=seed)).goodput for seed in range(4))
+    exchange = Exchange(
+        upload_s=0.3,
+        download_s=0.3,
+        merge_s=0.1,
+        log_s=0.1,
+        standby_s=0.0,
+        landing_s=0.8,
+        overlap_s=2.0,
+        period_s=8.0,
+        adopt_s=0.0,
+    )
+    planned = expected_goodput(config, Machines(num_learners=4), exchange, stall=0.0, mtbf_s=mtbf_s, restart_s=rejoin_s)
+    assert planned == pytest.approx(simulated, abs=0.02)
+    assert simulated < 0.95
 
 
 @pytest.mark.seconds
