@@ -62,6 +62,7 @@ class Books:
         seen: highest known value of its token counter.
         discarded: token x fragment, as it reported them.
         merged: ranges by fragment.
+        commits: (version, range) by fragment, of merges that it may not know of when it leaves.
         refused: (fragment, seq) of contributions that will not be merged.
         settled: by fragment, a token, and the number of merged tokens before it.
     """
@@ -71,6 +72,7 @@ class Books:
         self.seen = 0
         self.discarded: Counter[str] = Counter()
         self.merged: defaultdict[int, list[Range]] = defaultdict(list)
+        self.commits: defaultdict[int, list[tuple[int, Range]]] = defaultdict(list)
         self.refused: set[tuple[int, int]] = set()
         self.settled: defaultdict[int, Range] = defaultdict(lambda: (0, 0))
 
@@ -142,6 +144,8 @@ class Check:
             for p, (ranges, (floor, number)) in enumerate(zip(account["merged"], account["settled"], strict=True)):
                 books.merged[p] += [tuple(each) for each in ranges]
                 books.settled[p] = floor, number
+            for p, unlanded in enumerate(account["unlanded"]):
+                books.commits[p] += [(version, (start, stop)) for version, start, stop in unlanded]
         for holding in [*state["leases"]["held"], *state["leases"]["pool"]]:
             self._leased[holding["lease"]["number"]] = _place(holding["lease"])
 
@@ -174,17 +178,18 @@ class Check:
             if any(start < other_stop and other_start < stop for other_start, other_stop in before):
                 self.problems.append(f"{who}: tokens from {start} to {stop} were merged before")
             books.merged[p].append((start, stop))
+            books.commits[p].append((version, (start, stop)))
             books.seen = max(books.seen, stop)
 
     def _departed(self, record: Json) -> None:
         books, progress = self._of(record), record["progress"]
         books.hear(progress["tokens"], progress)
         books.state = "left"
-        # A learner may leave before it knows of a commit; it then reports as pending what has just been merged.
-        pending = sum(
-            _size(ranges) - sum(_overlap(one, other) for one in ranges for other in books.merged[p])
-            for p, ranges in enumerate(progress["pending"])
-        )
+        # A learner may leave before it has landed a commit; it then reports as pending what has just been merged.
+        pending = 0
+        for p, (ranges, landed) in enumerate(zip(progress["pending"], progress["landed"], strict=True)):
+            newer = [merged for version, merged in books.commits[p] if version > landed]
+            pending += _size(ranges) - sum(_overlap(one, other) for one in ranges for other in newer)
         merged = books.num_merged()
         total = merged + pending + books.discarded.total()
         if total != progress["tokens"] * self._num_fragments:

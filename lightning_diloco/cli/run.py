@@ -119,7 +119,7 @@ def call(arguments: argparse.Namespace) -> int:
     target = recipes.resolve(arguments.target)
     _refuse_unusable(arguments, target)
     run_dir = make_run_dir(arguments.run_dir, target.stem)
-    is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments.learners)
+    is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments)
     if not is_served:
         _refuse_finished(run_dir)
     with claimed(run_dir, is_served=is_served):
@@ -156,16 +156,23 @@ def _refuse_finished(run_dir: Path) -> None:
         )
 
 
-def _is_left_alone(run_dir: Path, num_learners: int) -> bool:
+def _is_left_alone(run_dir: Path, arguments: argparse.Namespace) -> bool:
     from lightning_diloco.cli.ray.files import left_alone
 
-    wants = left_alone(run_dir)
-    if wants is not None and wants.num_learners != num_learners:
+    if (wants := left_alone(run_dir)) is None:
+        return False
+    if wants.num_learners != arguments.learners:
         raise ConfigError(
-            f"--learners {num_learners}: the run in {run_dir} goes on with {wants.num_learners} learner(s) although "
-            f"its `diloco run` was killed; take it over with --learners {wants.num_learners}, then use `diloco scale`"
+            f"--learners {arguments.learners}: the run in {run_dir} goes on with {wants.num_learners} learner(s) "
+            f"although its `diloco run` was killed; take it over with --learners {wants.num_learners}, then use "
+            "`diloco scale`"
         )
-    return wants is not None
+    if wants.num_hosts != (given := arguments.hosts_per_learner or 1):
+        raise ConfigError(
+            f"--hosts-per-learner {given}: the run in {run_dir} goes on with {wants.num_hosts} host(s) per learner "
+            f"although its `diloco run` was killed; take it over with --hosts-per-learner {wants.num_hosts}"
+        )
+    return True
 
 
 def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, *, is_served: bool) -> int:

@@ -90,11 +90,14 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
     Returns:
         A function, callable from any thread, that waits for the value and returns it.
     """
-    if number.device.type in ("cpu", "xla"):
+    if number.device.type == "cpu":
+        value = float(number)  # training may change the number before it is read
+        return lambda: value
+    if number.device.type == "xla":
         return lambda: float(number.cpu())
     streams = Streams(number.device)
     if not streams.has_side_streams:
-        kept = number.detach().clone()  # training may change the number before it is read
+        kept = number.detach().clone()
         return lambda: float(kept.cpu())
     # The copy runs on the training stream; the reading thread has a different current stream.
     host = streams.to_host(number)

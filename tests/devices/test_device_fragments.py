@@ -387,6 +387,13 @@ def test_cuda_equals_cpu_over_a_random_sequence(dtype, align):
     lands_alike(*(Rig(dtype, where, align=align) for where in ("cpu", "cuda")))
 
 
+def test_a_loss_is_read_before_training_changes_it():
+    loss = torch.ones(()) * 3
+    read = to_be_read(loss)
+    loss.zero_()
+    assert read() == 3.0
+
+
 @pytest.mark.gpu
 def test_a_loss_on_another_stream_is_read_after_it_is_computed():
     with torch.cuda.stream(torch.cuda.Stream()):

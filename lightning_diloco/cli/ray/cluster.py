@@ -217,7 +217,7 @@ def place(
             num_gpus=needs.get("GPU", 0),
             resources={other: amount for other, amount in needs.items() if other not in ("CPU", "GPU")},
             **options,
-        ).remote(str(run_dir), host)
+        ).remote(str(run_dir), host, actor)
 
 
 def release(names: Sequence[str]) -> None:

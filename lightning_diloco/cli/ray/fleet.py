@@ -160,7 +160,9 @@ class RayFleet:
             is_late = process.keeper is None and time.monotonic() > process.placed_s + _PLACE_S
             if is_late and not process.is_said_to_wait:
                 process.is_said_to_wait = True
-                self._say(f"{name} waits for a node: Ray has none with enough free resources, or cannot start it yet")
+                num = process.order.num_hosts
+                nodes = "a node" if num == 1 else f"{num} nodes"
+                self._say(f"{name} waits for {nodes}: Ray has too few free resources, or cannot start it yet")
 
     def _scale(self, num_learners: int) -> None:
         self._num_learners = num_learners

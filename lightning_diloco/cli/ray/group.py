@@ -4,7 +4,8 @@
    hosts meet. Lightning starts the local ranks of a host.
 2. Another host joins a rendezvous once at most. If its process dies, or it has a new keeper, it reports the rendezvous
    as lost. The process of host 0 then has GRACE_S to end by itself: it loses its connection, or leaves in good order.
-   After that it is killed. In both cases its keeper starts it again, which is the next rendezvous.
+   After that it is killed, unless its training is done. In both cases its keeper starts it again, which is the next
+   rendezvous.
 3. A host whose process is for an older rendezvous kills it and joins the new one.
 4. If a process is refused (exit code 2) on one host, the learner is refused.
 5. Other hosts end after host 0 has ended for good, with its outcome, or when the order says so.
@@ -29,6 +30,7 @@ from lightning_diloco.cli.ray.files import Desk, Order, host_of
 Tell = Callable[[str, str], None]
 
 _TICK_S = 0.2
+_NO_SLURM = {"SLURM_JOB_NAME": "interactive"}  # if Ray itself runs in a job, Lightning must not take its ranks from it
 
 
 class NoMeetingError(Exception):
@@ -48,16 +50,18 @@ class FirstHost:
         self._address, self._tell = address, tell
         self._read_bytes = {desk: desk.num_bytes for desk in others}
         self._rendezvous: str | None = None
+        self._begun: set[str] = set()
         self._lost_s = math.inf
         self._is_refused = False
 
     def meet(self) -> dict[str, str]:
         """Begin a rendezvous; returns the variables of a process that takes part."""
         if not self._read_bytes:
-            return {"DILOCO_NUM_HOSTS": "1"}
+            return {"DILOCO_NUM_HOSTS": "1", **_NO_SLURM}
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
         self._rendezvous, self._lost_s = f"{self._address}:{port} {secrets.token_hex(4)}", math.inf
+        self._begun.add(self._rendezvous)
         self._tell("started", self._rendezvous)
         return _variables(self._rendezvous, 0, 1 + len(self._read_bytes))
 
@@ -66,9 +70,8 @@ class FirstHost:
         """Whether the process must be killed, because another host has lost the rendezvous."""
         for desk, start in self._read_bytes.items():
             told, self._read_bytes[desk] = desk.events(start)
-            events = {it["event"] for it in told if it["text"] == self._rendezvous}
-            self._is_refused |= "refused" in events
-            if "lost" in events:
+            self._is_refused |= any(it["event"] == "refused" and it["text"] in self._begun for it in told)
+            if any(it["event"] == "lost" and it["text"] == self._rendezvous for it in told):
                 self._lost_s = min(self._lost_s, time.monotonic())
         return time.monotonic() > self._lost_s + GRACE_S
 
@@ -148,4 +151,4 @@ def _variables(rendezvous: str, rank: int, num_hosts: int) -> dict[str, str]:
     """Return the variables that Lightning's LightningEnvironment reads, and the one that the strategy checks."""
     address, _, port = rendezvous.partition(" ")[0].rpartition(":")
     met = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": str(rank)}
-    return {**met, "DILOCO_NUM_HOSTS": str(num_hosts)}
+    return {**met, "DILOCO_NUM_HOSTS": str(num_hosts), **_NO_SLURM}

@@ -32,27 +32,34 @@ class Host:
     Args:
         run_dir: RUN_DIR.
         name: name of the process; see `host_names`.
+        known_as: name of this actor.
     """
 
-    def __init__(self, run_dir: str, name: str) -> None:
-        self._run_dir, self._name = run_dir, name
+    def __init__(self, run_dir: str, name: str, known_as: str) -> None:
+        self._run_dir, self._name, self._known_as = run_dir, name, known_as
         self._desk = Desk(Path(run_dir), name)
         self._address = ray.util.get_node_ip_address()
         threading.Thread(target=self._keep, name="diloco-keeper", daemon=True).start()
 
     def _keep(self) -> None:
-        while True:
+        while not self._is_replaced:
             mark = secrets.token_hex(4)
             self._run_keeper(mark)
-            if self._desk.newest() != mark:  # another actor has the process now
-                return
             if self._desk.ended(mark) is not None:
                 break
+            if self._desk.newest() != mark and not self._is_replaced:  # this actor was started again elsewhere
+                return
             time.sleep(_PAUSE_S)
         if (group := get_current_placement_group()) is not None and host_of(self._name)[1] == 0:
             self._wait_for_others()
             remove_placement_group(group)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether the process has a newer order, and so another actor and placement group."""
+        order = self._desk.order()
+        return order is not None and self._known_as not in host_names(order.known_as, order.num_hosts)
 
     def _wait_for_others(self) -> None:
         order, deadline_s = self._desk.order(), time.monotonic() + _OTHERS_S

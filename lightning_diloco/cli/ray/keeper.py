@@ -75,9 +75,9 @@ class Keeper:
             try:
                 fleet.start(order.command(self._name, self._run_dir, self._host, place.meet))
                 while (outcome := self._outcome(fleet, order, place)) == "running":
+                    order = self._follow(fleet, order, place)
                     time.sleep(_TICK_S)
                     fleet.watch()
-                    order = self._follow(fleet, order, place)
             except NoMeetingError:
                 outcome = place.outcome("stopped")
         return "stopped" if outcome == "running" else outcome
@@ -97,12 +97,15 @@ class Keeper:
     def _follow(self, fleet: Fleet, before: Order, place: FirstHost | OtherHost) -> Order:
         """Make the process follow its order and the other hosts; returns the order."""
         order = self._desk.order() or before
-        if self._must_go:
-            fleet.stop([self._name], within_s=GRACE_S, is_urgent=lambda: self._wish == "kill")
-        elif order.wish != "run":
-            fleet.stop([self._name], within_s=order.within_s, is_urgent=lambda: self._wish == "kill")
-        elif (is_changed := replace(order, within_s=before.within_s) != before) or place.is_over:
+        if self._must_go or order.wish != "run":
+            within_s = GRACE_S if self._must_go else order.within_s
+            fleet.stop([self._name], within_s=within_s, is_urgent=lambda: self._is_urgent(place))
+        elif (is_changed := replace(order, within_s=before.within_s) != before) or (
+            place.is_over and not fleet.is_done(self._name)
+        ):
             if fleet.outcome(self._name) == "running":
+                if not is_changed:
+                    self._tell("said", f"{self._name}: another host lost its process; all of them start again")
                 os.killpg(fleet.pid(self._name), signal.SIGKILL)
             if is_changed or isinstance(place, OtherHost):  # otherwise the fleet starts it again, and counts this
                 fleet.start(order.command(self._name, self._run_dir, self._host, place.meet))
@@ -117,6 +120,10 @@ class Keeper:
     def _wish(self) -> str | None:
         order = self._desk.order()
         return None if order is None else order.wish
+
+    def _is_urgent(self, place: FirstHost | OtherHost) -> bool:
+        """Whether a process that leaves must be killed at once, because nobody waits for it."""
+        return self._wish == "kill" or place.outcome("running") != "running"
 
     @property
     def _must_end(self) -> bool:

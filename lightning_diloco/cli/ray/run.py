@@ -11,6 +11,7 @@ from lightning_diloco.cli.local.run import Ended, Plan, execute
 from lightning_diloco.cli.ray.cluster import Resources, check_nodes, check_room, connected, embedded
 from lightning_diloco.cli.ray.files import Wanted, Wants, make_folder
 from lightning_diloco.cli.ray.fleet import RayFleet
+from lightning_diloco.errors import ConfigError
 
 
 def execute_on_ray(
@@ -42,6 +43,8 @@ def execute_on_ray(
         screen.say("this run goes on without its `diloco run`: its processes are taken over, with their commands")
         fleet = RayFleet(plan, wants, say=screen.say)
         return execute(plan, screen, interruption, fleet=fleet)
+    if address is None and num_hosts > 1:
+        raise ConfigError(f"--hosts-per-learner {num_hosts}: a cluster of this machine has one node; pass --address")
     make_folder(plan.run_dir)
     with embedded() if address is None else nullcontext(address) as given:
         with connected(given) as head:

@@ -152,6 +152,26 @@ def test_a_learner_is_refused_if_one_of_its_hosts_is(learner: Learner) -> None:
 
 
 @pytest.mark.seconds
+def test_a_learner_is_refused_if_host_0_dies_at_the_same_time(learner: Learner) -> None:
+    learner.order(f"{BEGAN}sys.exit(1 + int(rank))")
+    for name in HOSTS:
+        learner.start(name, "a")
+    learner.until_ended("refused")
+
+
+@pytest.mark.seconds
+def test_host_0_is_not_killed_after_its_training_is_done(learner: Learner, tmp_path: Path) -> None:
+    done = tmp_path / "finished"
+    code = f"{BEGAN}if rank == '1': sys.exit(3)\nopen({str(done)!r}, 'w').close(); time.sleep(4 * 0.5)"
+    learner.order(code, done_path=str(done))
+    for name in HOSTS:
+        learner.start(name, "a")
+    learner.until_ended("finished")
+    assert any("l0.1 died (exit code 3" in text for text in learner.said("l0.1"))
+    assert len(learner.began("l0")) == 1
+
+
+@pytest.mark.seconds
 def test_other_hosts_end_when_host_0_has_used_up_the_restarts(learner: Learner) -> None:
     learner.order(f"{BEGAN}if rank == '1': sys.exit(3)\ntime.sleep(600)", max_restarts=1)
     for name in HOSTS:

@@ -12,6 +12,7 @@ import pytest
 
 from lightning_diloco.cli.local.run import Ended, Plan
 from lightning_diloco.cli.main import build_parser, main
+from lightning_diloco.cli.ray import files
 from lightning_diloco.cli.ray.options import layout, needs
 from lightning_diloco.cli.run import split
 from lightning_diloco.errors import ConfigError
@@ -60,6 +61,20 @@ def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 )
 def test_a_learner_needs_at_least_one_core(text: str | None, found: dict[str, float]) -> None:
     assert needs(text) == found
+
+
+def test_several_hosts_need_a_cluster_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--engine", "ray", "--learners", "1", "--hosts-per-learner", "2", "--run-dir", str(tmp_path / "run"))
+    assert main(["run", "train.py", *words]) == 2
+    assert "one node; pass --address" in capsys.readouterr().err
+
+
+def test_a_run_is_taken_over_with_its_number_of_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "left_alone", lambda _: files.Wants(1, "10.0.0.1:6379", {"CPU": 1}, 2))
+    assert main(["run", "train.py", "--engine", "ray", "--learners", "1", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "take it over with --hosts-per-learner 2" in capsys.readouterr().err
 
 
 def parse(line: str) -> argparse.Namespace:
