@@ -51,7 +51,7 @@ class IntervalSet:
 
     @property
     def end(self) -> int:
-        """End of the last range; 0 if there is none."""
+        """End of the last range that is not settled; 0 if there is none."""
         return self._stops[-1] if self._stops else 0
 
     def overlap(self, start: int, stop: int) -> int:

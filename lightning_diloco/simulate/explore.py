@@ -285,14 +285,14 @@ class History:
         fleet.run_for(MERGED_S)
         for learner in training:
             self._check_merged(learner, before[learner.session])
-        undrained = self._num_undrained()
+        undrained_before = self._num_undrained()
         for learner in self._training():
             fleet.finish(learner, within_s=DRAIN_S)
         fleet.run_to_the_end(limit_s=fleet.now_s + LEAVE_S)
         fleet.run_for(RECONNECT_S)
         fleet.invariants.audit()
         fleet.syncer.state.finish()
-        left_over = self._num_undrained() - undrained
+        left_over = self._num_undrained() - undrained_before
         assert left_over == 0, f"learners left with {left_over} tokens unmerged after a quiet drain\n{fleet.story()}"
         totals = fleet.syncer.state.ledger.totals()
         assert totals.pending == 0, f"the run is over, and tokens are pending: {totals}"

@@ -90,6 +90,7 @@ class SimulatedSyncer:
         self.shard_dies_at: type[do.Merge | do.Apply] | None = None
         self.standby: Standby | None = None
         self.crashes = crashes or CrashPoints()
+        assert keeps_log or crashes is None, "a syncer that keeps no log cannot restart"
         self._may_die = keeps_log
         self.on_commit: Callable[[Sequence[str]], object] = lambda learners: None
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)

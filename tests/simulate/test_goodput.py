@@ -50,9 +50,9 @@ def test_without_failures_all_work_is_merged() -> None:
 @pytest.mark.parametrize(("mtbf_s", "rejoin_s"), [(400.0, 30.0), (1200.0, 120.0)])
 def test_the_closed_form_of_a_plan_agrees_with_the_simulation(mtbf_s: float, rejoin_s: float) -> None:
     """A plan must take seconds, so `diloco plan` uses the closed form."""
-    config = RunConfig(num_fragments=2, sync_every=16)
+    config = RunConfig(num_fragments=2, sync_every=64)
     deaths = replace(
-        FLEET, chips=replace(CHIPS, mtbi_s=1e12), duration_s=6000.0, config=config, mtbf_s=mtbf_s, rejoin_s=rejoin_s
+        FLEET, chips=replace(CHIPS, mtbi_s=1e12), duration_s=9000.0, config=config, mtbf_s=mtbf_s, rejoin_s=rejoin_s
     )
     simulated = fmean(simulate(replace(deaths, seed=seed)).goodput for seed in range(4))
     exchange = Exchange(
@@ -63,7 +63,7 @@ def test_the_closed_form_of_a_plan_agrees_with_the_simulation(mtbf_s: float, rej
         standby_s=0.0,
         landing_s=0.8,
         overlap_s=2.0,
-        period_s=8.0,
+        period_s=32.0,
         adopt_s=0.0,
     )
     planned = expected_goodput(config, Machines(num_learners=4), exchange, stall=0.0, mtbf_s=mtbf_s, restart_s=rejoin_s)

@@ -242,4 +242,5 @@ class Fragment:
         self.outlived = self.held
         self.merged_tokens, self.landed, self.offered = merged, version, version
         self.staged, self.announced, self.must_adopt = None, None, "restored"
+        self.fetches_to_adopt = False  # an update on its way may be of an earlier start of the generation
         return lost

@@ -377,7 +377,7 @@ class LearnerState:
         """Process a Welcome after a reconnect; in a new generation, adopt all anchors.
 
         A disk may be rolled back a second time, to another start of the same generation. So a fragment that has not
-        adopted the generation yet begins it again.
+        adopted the generation yet begins it again, also if the syncer was only away: it fetches the anchor again.
         """
         todo: list[LearnerAction] = []
         generation = max(message.generations)

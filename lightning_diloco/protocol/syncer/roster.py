@@ -32,7 +32,7 @@ class Member:
         state: joining (granted), confirmed (waits for the start), active, left, or fenced.
         is_lapsed: its lease ran out; it may return.
         phase: activity of the learner, as last reported.
-        drained_s: when it first reported that it drains.
+        drained_s: when it first reported to this process that it drains; None: it has not.
         connection: highest connection number received.
         fates: per fragment, the last (seq, fate, version, reason, kept); `kept` is the merged part of the values, 0..1.
         last_seq: per fragment, the highest seq received.

@@ -10,7 +10,8 @@
    row, one round waits for it, up to a limit.
 4. Learners that finish together evaluate before they drain. A draining learner's intent waits while others evaluate,
    and its round waits for all of the electorate, both up to the learner's patience. So the last contributions are
-   merged in one round instead of one after the other. The patience ends MAX_PATIENCE_S after the start of the drain.
+   merged in one round instead of one after the other. The patience ends MAX_PATIENCE_S after the start of the drain,
+   or after ANSWER_STEPS of its steps if that is longer.
 5. The step times that a learner reports lengthen the waits of others by at most MAX_SLOWER times their own step times,
    and never beyond MAX_WAIT_S (`_believed_s`). A learner that has not answered ANSWER_STEPS steps after the wait leaves
    the electorate, whatever the quorum.
@@ -200,9 +201,9 @@ class Rounds:
             self._believed_s(said_s, electorate, opener) for said_s in (intent.step_s, intent.boundary_s)
         )
         f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
-        drained_s = self.roster[opener].drained_s
-        longest_s = 0.0 if drained_s is None else drained_s + max(MAX_PATIENCE_S, ANSWER_STEPS * step_s) - now_s
-        patience_s = min(intent.patience_s, longest_s)
+        patience_s = 0.0
+        if (drained_s := self.roster[opener].drained_s) is not None:
+            patience_s = min(intent.patience_s, drained_s + max(MAX_PATIENCE_S, ANSWER_STEPS * step_s) - now_s)
         f.round.until_s = now_s + max(boundary_s + self._grace_s(step_s), patience_s)
         f.round.answers_until_s = f.round.until_s + max(ANSWER_FLOOR_S, ANSWER_STEPS * step_s)
         self.next_round += 1
@@ -233,8 +234,8 @@ class Rounds:
     def _may_join(self, held: Held) -> bool:
         """Return whether the payload is here or can come in time, and its learner is not in quarantine."""
         session = held.contribution.session
-        is_coming = held.has_payload or (self.roster[session].is_live and not held.is_late)
-        return is_coming and not self.roster.is_quarantined(session)
+        is_here_in_time = held.has_payload or (self.roster[session].is_live and not held.is_late)
+        return is_here_in_time and not self.roster.is_quarantined(session)
 
     def _try_close(self, p: int, now_s: float) -> list[SyncerAction]:
         f = self.fragments[p]

@@ -85,7 +85,9 @@ def test_a_generation_that_is_rolled_back_before_a_fragment_has_adopted_it_is_be
 
     assert [f.merged_tokens for f in learner.state.fragments] == [10, 0]
     assert learner.state.fragments[1].landed == 0
-    learner.land(1, 0, is_full=True)
+    assert of_kind(learner.land(1, 1, is_full=True), do.Land) == [], "it was fetched before"
+    assert [f.fragment for f in of_kind(learner.handle(on.Tick()), do.Fetch)] == [1]
+    assert of_kind(learner.land(1, 0, is_full=True), do.Land) != []
     seen, accounted = learner.books()
     assert seen == accounted
 

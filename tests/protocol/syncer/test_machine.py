@@ -71,6 +71,22 @@ def test_a_restart_restores_the_ledger_if_a_learner_lapsed_while_its_commit_was_
     assert syncer.restarted().state.ledger.totals() == syncer.state.ledger.totals()
 
 
+def test_a_lapse_restores_the_counter_of_its_record_and_not_of_an_older_snapshot(syncer: Syncer) -> None:
+    syncer.beat("b", tokens=140)
+    saved, num_records = syncer.state.saved(), len(syncer.log)
+    again = syncer.restarted()  # without the snapshot, so it does not know of this counter
+    again.now_s += 1000.0
+    again.beat("a")
+    again.tick()
+    restored = SyncerState(run="r")
+    restored.restore(saved, again.now_s)
+    for record in again.log[num_records:]:
+        restored.apply(record)
+
+    assert again.state.num_lapses == restored.num_lapses == 1
+    assert restored.ledger.totals() == again.state.ledger.totals()
+
+
 def test_a_learner_that_returns_continues_its_account(syncer: Syncer) -> None:
     lapse(syncer, "b")
     actions = syncer.beat("b", tokens=140)
