@@ -53,11 +53,18 @@ def call(arguments: argparse.Namespace) -> int:
 
     from lightning_diloco.cli.local.display import status_view, summary_view
     from lightning_diloco.cli.local.feed import asking
+    from lightning_diloco.cli.ray.files import places
 
     console, run_dir = Console(), Path(arguments.target)
     if arguments.serve is not None:
         return _serve(arguments, run_dir)
-    show = _print_json if arguments.json else lambda status: console.print(status_view(status))
+
+    def show_state(status: Status) -> None:
+        console.print(status_view(status))
+        for name, place in places(run_dir).items():
+            console.print(f"{name}: {place}", highlight=False, markup=False)
+
+    show = _print_json if arguments.json else show_state
     show_end = _print_json if arguments.json else lambda summary: console.print(summary_view(summary, run_dir))
     if summary := last_summary(run_dir):
         show_end(summary)

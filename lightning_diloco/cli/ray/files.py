@@ -182,6 +182,27 @@ class Desk:
         return next((it["text"] for it in told if it["keeper"] == keeper and it["event"] == "ended"), None)
 
 
+def places(run_dir: Path) -> dict[str, str]:
+    """Return where each process of a run is, or how it ended; empty if the run is not on a cluster."""
+    found = {}
+    for name in sorted(Desk.names(run_dir)):
+        order = Desk(run_dir, name).order()
+        for host in host_names(name, 1 if order is None else order.num_hosts):
+            found[host] = _place(Desk(run_dir, host).events()[0])
+    return found
+
+
+def _place(told: list[dict[str, Any]]) -> str:
+    began = [it for it in told if it["event"] == "began"]
+    if not began:
+        return "waits for a node"
+    newest = began[-1]
+    if outcome := next((it["text"] for it in told if (it["keeper"], it["event"]) == (newest["keeper"], "ended")), None):
+        return outcome
+    said = [it["text"] for it in told if it["event"] == "said"]
+    return f"on {newest['text']}" + (f" (last message: {said[-1]})" if said else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Wants:
     """The content of `wanted`.

@@ -28,6 +28,7 @@ from lightning_diloco.transport.address import read_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests import command
 from tests.alive import is_running
+from tests.cli.ray.test_keeper import until
 from tests.e2e.recorded import assert_recorded_exactly
 from tests.e2e.test_engines import TRAIN
 
@@ -129,6 +130,15 @@ class Site:
     def pids(self) -> dict[str, list[int]]:
         """Return the pids of the processes that keepers have started, by name."""
         return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in NAMES}
+
+    def wish(self, name: str) -> str | None:
+        order = Desk(self.run_dir, name).order()
+        return None if order is None else order.wish
+
+    def groups(self) -> set[str]:
+        """Return the states of all placement groups."""
+        with connected(self.cluster.address):
+            return {group["state"] for group in ray.util.placement_group_table().values()}
 
     def began(self, name: str) -> int:
         return sum(it["event"] == "began" for it in Desk(self.run_dir, name).events()[0])
@@ -352,12 +362,18 @@ def test_learners_are_added_and_removed_and_ctrl_c_ends_all_cleanly(
     assert main(["scale", str(site.run_dir), "2"]) == 0
     site.until_train("l0", "l1")
     assert main(["scale", str(site.run_dir), "1"]) == 0
+    site.until(lambda: site.wish("l1") == "leave", "an order to leave")
+    assert main(["scale", str(site.run_dir), "2"]) == 0  # it may still be leaving
+    site.until(lambda: site.began("l1") == 2, "a new keeper")
+    site.until_train("l0", "l1")
+    assert main(["scale", str(site.run_dir), "1"]) == 0
     site.until_train("l0")
     site.until(lambda: not site.keepers("l1"), "its end")
     site.until_commits(4)
     site.interrupt()
     assert not any(site.keepers(name) for name in NAMES)
-    assert site.leaves() == [("l1", "preempted"), ("l0", "preempted")]
+    assert site.leaves()[-2:] == [("l1", "preempted"), ("l0", "preempted")]
+    until(lambda: site.groups() == {"REMOVED"})
 
 
 def test_missing_resources_are_named_before_anything_starts(site: Site) -> None:
@@ -375,7 +391,9 @@ def test_missing_resources_are_named_before_anything_starts(site: Site) -> None:
     assert "no Ray head answers there" in ended.stderr
 
 
-def test_a_run_without_free_resources_reports_it_and_leaves_nothing_at_its_end(site: Site) -> None:
+def test_a_run_without_free_resources_reports_it_and_leaves_nothing_at_its_end(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
     site.add(1), site.add(1)
     site.cluster.wait_for_nodes()
     with connected(site.cluster.address):
@@ -383,14 +401,15 @@ def test_a_run_without_free_resources_reports_it_and_leaves_nothing_at_its_end(s
     site.start(1)
     site.until(lambda: site.began("syncer"), "the syncer")
     site.until((site.run_dir / "ray" / "l0.order").exists, "an order")
+    site.until(site.status, "the syncer")
+    assert main(["status", str(site.run_dir)]) == 0
+    assert "l0: waits for a node" in capsys.readouterr().out
     assert site.driver is not None
     site.driver.send_signal(signal.SIGINT)
     said, _ = site.driver.communicate(timeout=WITHIN_S)
     assert site.driver.returncode == 130, said
     assert "l0: was not placed yet; Ray does not start it again" in said
-    with connected(site.cluster.address):
-        groups = ray.util.placement_group_table().values()
-        assert {group["state"] for group in groups} == {"REMOVED"}
+    assert site.groups() == {"REMOVED"}
 
 
 class Taken:
