@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -53,33 +54,36 @@ def test_a_history_depends_only_on_its_seed() -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    "sabotage",
+    ("sabotage", "said"),
     [
-        sabotages.commit_is_booked_twice,
-        sabotages.undrained_tokens_are_forgotten,
-        sabotages.a_superseded_range_is_dropped,
-        sabotages.a_landed_merge_is_not_taken_off_the_parameters,
-        sabotages.a_restart_forgets_the_fates,
-        sabotages.nothing_waits_for_the_standby,
-        sabotages.learners_leave_without_draining,
-        sabotages.old_processes_stay_active,
-        sabotages.a_lost_payload_is_not_sent_again,
+        (sabotages.commit_is_booked_twice, "may be added once"),
+        (sabotages.undrained_tokens_are_forgotten, "the ledger does not balance"),
+        (sabotages.a_superseded_range_is_dropped, "tokens of progress"),
+        (sabotages.a_landed_merge_is_not_taken_off_the_parameters, "tokens of progress"),
+        (sabotages.a_restart_forgets_the_fates, "a restart .* finds"),
+        (sabotages.nothing_waits_for_the_standby, "versions went from"),
+        (sabotages.learners_leave_without_draining, "unmerged after a quiet drain"),
+        (sabotages.old_processes_stay_active, "two processes of one learner take part"),
+        (sabotages.a_lost_payload_is_not_sent_again, "waits for a merge"),
     ],
 )
-def test_a_machine_with_one_broken_rule_is_detected(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_machine_with_one_broken_rule_is_detected(
+    sabotage: Callable[[Patch], None], said: str, monkeypatch: Patch
+) -> None:
     sabotage(monkeypatch)
-    _assert_is_found()
+    _assert_is_found(said)
 
 
 @pytest.mark.seconds
 def test_a_machine_that_breaks_its_promises_is_detected(monkeypatch: Patch) -> None:
     sabotages.promises_may_be_broken(monkeypatch)
-    _assert_is_found(num_seeds=400)
+    _assert_is_found("it has promised", num_seeds=400)
 
 
-def _assert_is_found(num_seeds: int = 60) -> None:
+def _assert_is_found(said: str, num_seeds: int = 60) -> None:
     found = explore(1, num_seeds=num_seeds).violation
     assert found is not None
+    assert re.search(said, found.text)
     assert History(found.seed, kept=found.kept).play() is not None, "the shrunk history fails as well"
 
 
