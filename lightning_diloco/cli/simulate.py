@@ -88,6 +88,9 @@ def add_parser(verbs: Any) -> None:
     add("--rejoin", type=seconds, metavar="TIME", help="time from such a death to the next step (2min)")
     add("--outage-every", type=seconds, metavar="TIME", help="mean time between outages of a learner's link (none)")
     add("--outage", type=seconds, metavar="TIME", help="duration of such an outage (1min)")
+    add("--syncer-mtbf", type=seconds, metavar="TIME", help="mean time between failures of the syncer (none)")
+    add("--syncer-back", type=seconds, metavar="TIME", help="time until it, or its standby, serves again (1min)")
+    add("--standby-link", type=bits, metavar="RATE", help="link to a standby, which copies each commit (no standby)")
     add("--extra", type=int, metavar="N", help="learners that join in the middle of the run, and leave again (none)")
     add("--extra-for", type=seconds, metavar="TIME", help="how long they stay; needed with --extra")
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
@@ -254,7 +257,8 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     sizes = FragmentSizes(numel, numel * p, nbytes, nbytes * p, p)
     # The syncer's machine is never the bottleneck here; `diloco plan` checks a real one.
     fleet = Machines(num_learners=num_learners, link_bps=options["link"], rtt_s=rtt_s, step_s=min(steps_s),
-                     syncer_cores=64, memory_bytes_per_s=400e9)  # fmt: skip
+                     syncer_cores=64, memory_bytes_per_s=400e9,
+                     standby_link_bps=given.get("standby_link"))  # fmt: skip
     exchange = Exchange.of(sizes, config, fleet)
     return Scenario(
         num_learners=num_learners,
@@ -266,11 +270,13 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         rejoin_s=given.get("rejoin", 120.0),
         outage_mtbf_s=given.get("outage_every"),
         outage_s=given.get("outage", 60.0),
+        syncer_mtbf_s=given.get("syncer_mtbf"),
+        syncer_back_s=given.get("syncer_back", 60.0),
         num_extra=given.get("extra", 0),
         extra_s=given.get("extra_for", 0.0),
         duration_s=given["steps"] * min(steps_s) if "steps" in given else given.get("duration"),
         network=Network(latency_s=rtt_s / 2, upload_s=exchange.upload_s, download_s=exchange.download_s),
-        merge_s=(exchange.merge_s + exchange.log_s) / 2,
+        merge_s=(exchange.merge_s + exchange.log_s + exchange.standby_s) / 2,
         config=config,
         seed=given.get("seed", 1),
     )

@@ -47,6 +47,8 @@ class Scenario:
         rejoin_s: time from such a death to the first step of the next process.
         outage_mtbf_s: mean time between outages of a learner's link; None: no outages.
         outage_s: duration of an outage. Training continues during an outage.
+        syncer_mtbf_s: mean time between failures of the syncer; None: it does not fail.
+        syncer_back_s: time until it, or its standby, serves again with its whole state. Training continues meanwhile.
         num_extra: number of learners that join in the middle of the run and leave again.
         extra_s: how long the extra learners stay.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
@@ -65,6 +67,8 @@ class Scenario:
     rejoin_s: float = 120.0
     outage_mtbf_s: float | None = None
     outage_s: float = 60.0
+    syncer_mtbf_s: float | None = None
+    syncer_back_s: float = 60.0
     num_extra: int = 0
     extra_s: float = 0.0
     duration_s: float | None = None
@@ -141,6 +145,8 @@ def simulate(scenario: Scenario) -> Outcome:
         members.append(member)
         all_pauses.append(_stops_training(stops))
         ideal += until_s / step_s * _TOKENS
+    if scenario.syncer_mtbf_s is not None:
+        _lose_syncer(fleet, scenario, random.Random(f"{scenario.seed} syncer"), until_s)
     by_name = {member.name: member for member in members}
     fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
     extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
@@ -198,6 +204,7 @@ def _check(scenario: Scenario) -> None:
     times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
     times |= {"mean time between deaths": 1.0 if scenario.mtbf_s is None else scenario.mtbf_s}
     times |= {"mean time between outages": 1.0 if scenario.outage_mtbf_s is None else scenario.outage_mtbf_s}
+    times |= {"mean time between failures of the syncer": scenario.syncer_mtbf_s or 1.0}
     times |= {"stay of extra learners": scenario.extra_s if scenario.num_extra else 1.0}
     times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
     for name, value_s in times.items():
@@ -281,6 +288,15 @@ class _Member:
         self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
         join_s = self._fleet.syncer.state.heartbeat_s  # the syncer waits as long for the old process
         self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
+
+
+def _lose_syncer(fleet: Fleet, scenario: Scenario, chance: random.Random, until_s: float) -> None:
+    """Schedule the next failure of the syncer, and the one after it."""
+    assert scenario.syncer_mtbf_s is not None
+    at_s = fleet.now_s + chance.expovariate(1 / scenario.syncer_mtbf_s)
+    if at_s < until_s:
+        fleet.at(at_s, lambda: fleet.syncer.suspend(scenario.syncer_back_s))
+        fleet.at(at_s + scenario.syncer_back_s, lambda: _lose_syncer(fleet, scenario, chance, until_s))
 
 
 def _stops_training(stops: Sequence[Pause]) -> list[Pause]:

@@ -81,6 +81,15 @@ def test_an_outage_of_a_link_costs_no_work() -> None:
 
 
 @pytest.mark.seconds
+def test_a_syncer_that_fails_costs_no_work() -> None:
+    calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12))
+    found = simulate(replace(calm, syncer_mtbf_s=60.0, syncer_back_s=30.0))
+    assert found.goodput > 0.99
+    assert found.discarded == 0.0
+    assert found.rounds < 0.8 * simulate(calm).rounds, "there are no rounds meanwhile"
+
+
+@pytest.mark.seconds
 @pytest.mark.parametrize("extra", [2, 4])
 def test_extra_learners_save_their_share_of_the_time(extra: int) -> None:
     found = simulate(

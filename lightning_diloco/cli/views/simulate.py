@@ -65,11 +65,12 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
         "the step that a failure interrupts is lost; no other work is",
         f"a step takes {steps}; an upload {network.upload_s:.2g} s, a merge {2 * last.merge_s:.2g} s, a download "
         f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
-        f"overlap {last.config.overlap}; the syncer has as many cores as it needs, and does not fail",
+        f"overlap {last.config.overlap}; the syncer has as many cores as it needs",
         "the communication of data parallel training takes no time",
         "take part: contributors per learner that was stepping when the round opened; merged: number of contributions",
         *_deaths(last),
         *_outages(last),
+        *_failures_of_the_syncer(last),
         *_extra(last),
         f"{LEARNER_STEPS:,} steps of all learners together are simulated"
         if last.duration_s is None
@@ -92,6 +93,15 @@ def _outages(scenario: Scenario) -> list[str]:
     return [
         f"a learner's link fails every {scenario.outage_mtbf_s:,.0f} s on average, for {scenario.outage_s:g} s; the "
         "learner trains on, and its next contributions include this progress"
+    ]
+
+
+def _failures_of_the_syncer(scenario: Scenario) -> list[str]:
+    if scenario.syncer_mtbf_s is None:
+        return ["the syncer does not fail"]
+    return [
+        f"the syncer fails every {scenario.syncer_mtbf_s:,.0f} s on average, for {scenario.syncer_back_s:g} s; it "
+        "loses nothing, messages wait, and the learners train on"
     ]
 
 
