@@ -20,7 +20,7 @@ import time
 from lightning_diloco.protocol.syncer.machine import SyncerState
 
 EVALUATE_WAIT_S, EVALUATE_WAITS = 3600.0, 3.0
-LISTENING_S = 3.0
+LISTENING_S = 10.0  # through a bad network, calls may fail for seconds
 BACK_S = 5.0  # within which learners reconnect to a restarted syncer
 
 
