@@ -53,7 +53,11 @@ needs_xla = pytest.mark.skipif(XLA_PYTHON is None, reason="XLA_PYTHON names no P
 @pytest.mark.parametrize(
     "fleet",
     [
-        pytest.param(("accelerator", "bfloat16", "two-ranks", "two-chips"), marks=needs_stand_in, id="stand-ins"),
+        pytest.param(
+            ("accelerator", "bfloat16", "two-ranks", "two-chips"),
+            marks=(needs_stand_in, pytest.mark.thorough),
+            id="stand-ins",
+        ),
         pytest.param(
             ("accelerator", "bfloat16", "two-ranks", "xla", "xla-bfloat16"), marks=(needs_stand_in, needs_xla), id="xla"
         ),

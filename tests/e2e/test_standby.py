@@ -112,7 +112,7 @@ def test_all_ranks_upload_to_the_new_syncer_including_those_of_a_later_learner(p
     assert_exact(summary)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_suspended_primary_that_wakes_up_becomes_the_standby(processes: Processes, num_shards: int) -> None:
     pair = Pair(processes, expect=2, num_shards=num_shards)
     learners = [processes.learner(name) for name in ("l0", "l1")]
@@ -166,7 +166,7 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     assert_whole(pair, 1, ["l0", "l1"])
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(
     processes: Processes, num_shards: int
 ) -> None:
