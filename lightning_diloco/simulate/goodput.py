@@ -15,8 +15,9 @@ Source: the measures are the paper's (Table 1).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from statistics import median
 
@@ -146,7 +147,9 @@ def simulate(scenario: Scenario) -> Outcome:
         all_pauses.append(_stops_training(stops))
         ideal += until_s / step_s * _TOKENS
     if scenario.syncer_mtbf_s is not None:
-        _lose_syncer(fleet, scenario, random.Random(f"{scenario.seed} syncer"), until_s)
+        away_s, failures = scenario.syncer_back_s, random.Random(f"{scenario.seed} syncer")
+        begin = partial(fleet.syncer.suspend, away_s)
+        _fail(fleet, scenario.syncer_mtbf_s, failures, until_s, begin=begin, lasts_s=away_s)
     by_name = {member.name: member for member in members}
     fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
     extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
@@ -202,9 +205,12 @@ def _check(scenario: Scenario) -> None:
             "learner needs at least one chip, and a slice holds 1 chip up to all chips of a learner"
         )
     times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
-    times |= {"mean time between deaths": 1.0 if scenario.mtbf_s is None else scenario.mtbf_s}
-    times |= {"mean time between outages": 1.0 if scenario.outage_mtbf_s is None else scenario.outage_mtbf_s}
-    times |= {"mean time between failures of the syncer": scenario.syncer_mtbf_s or 1.0}
+    means = {
+        "deaths": scenario.mtbf_s,
+        "outages": scenario.outage_mtbf_s,
+        "failures of the syncer": scenario.syncer_mtbf_s,
+    }
+    times |= {f"mean time between {name}": mean_s for name, mean_s in means.items() if mean_s is not None}
     times |= {"stay of extra learners": scenario.extra_s if scenario.num_extra else 1.0}
     times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
     for name, value_s in times.items():
@@ -256,19 +262,14 @@ class _Member:
         self.interrupt_at(stops)
 
     def die(self, mtbf_s: float, rejoin_s: float, chance: random.Random, until_s: float) -> None:
-        """Schedule the next death of the process, and the start of the one after it."""
-        at_s = self._fleet.now_s + chance.expovariate(1 / mtbf_s)
-        if at_s < until_s:
-            self._fleet.at(at_s, lambda: self._replace(rejoin_s))
-            self._fleet.at(at_s, lambda: self.die(mtbf_s, rejoin_s, chance, until_s))
+        """Schedule deaths of the process, and the starts of those after it."""
+        _fail(self._fleet, mtbf_s, chance, until_s, begin=lambda: self._replace(rejoin_s))
 
     def lose_link(self, mtbf_s: float, outage_s: float, chance: random.Random, until_s: float) -> None:
-        """Schedule the next outage of the link, and the one after it."""
-        at_s = self._fleet.now_s + chance.expovariate(1 / mtbf_s)
-        if at_s < until_s:
-            self._fleet.at(at_s, lambda: self._fleet.cut(self.process))
-            self._fleet.at(at_s + outage_s, lambda: self._fleet.heal(self.process))
-            self._fleet.at(at_s + outage_s, lambda: self.lose_link(mtbf_s, outage_s, chance, until_s))
+        """Schedule outages of the link."""
+        fleet = self._fleet
+        begin, end = (lambda: fleet.cut(self.process)), (lambda: fleet.heal(self.process))
+        _fail(fleet, mtbf_s, chance, until_s, begin=begin, lasts_s=outage_s, end=end)
 
     def contributed(self) -> None:
         """Note that a commit has a contribution of this learner."""
@@ -290,13 +291,22 @@ class _Member:
         self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
 
 
-def _lose_syncer(fleet: Fleet, scenario: Scenario, chance: random.Random, until_s: float) -> None:
-    """Schedule the next failure of the syncer, and the one after it."""
-    assert scenario.syncer_mtbf_s is not None
-    at_s = fleet.now_s + chance.expovariate(1 / scenario.syncer_mtbf_s)
+def _fail(
+    fleet: Fleet,
+    mtbf_s: float,
+    chance: random.Random,
+    until_s: float,
+    *,
+    begin: Callable[[], object],
+    lasts_s: float = 0.0,
+    end: Callable[[], object] = lambda: None,
+) -> None:
+    """Schedule a failure, with calls at its beginning and its end, and the next one after its end."""
+    at_s = fleet.now_s + chance.expovariate(1 / mtbf_s)
     if at_s < until_s:
-        fleet.at(at_s, lambda: fleet.syncer.suspend(scenario.syncer_back_s))
-        fleet.at(at_s + scenario.syncer_back_s, lambda: _lose_syncer(fleet, scenario, chance, until_s))
+        fleet.at(at_s, begin)
+        fleet.at(at_s + lasts_s, end)
+        fleet.at(at_s + lasts_s, lambda: _fail(fleet, mtbf_s, chance, until_s, begin=begin, lasts_s=lasts_s, end=end))
 
 
 def _stops_training(stops: Sequence[Pause]) -> list[Pause]:

@@ -72,21 +72,19 @@ def test_the_closed_form_of_a_plan_agrees_with_the_simulation(mtbf_s: float, rej
 
 
 @pytest.mark.seconds
-def test_an_outage_of_a_link_costs_no_work() -> None:
+@pytest.mark.parametrize(
+    ("failures", "fewer"),
+    [
+        ({"outage_mtbf_s": 60.0, "outage_s": 30.0}, "merges"),
+        ({"syncer_mtbf_s": 60.0, "syncer_back_s": 30.0}, "rounds"),
+    ],
+)
+def test_failures_of_a_link_or_of_the_syncer_cost_no_work(failures: dict[str, float], fewer: str) -> None:
     calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12))
-    found = simulate(replace(calm, outage_mtbf_s=60.0, outage_s=30.0))
+    found = simulate(replace(calm, **failures))
     assert found.goodput > 0.99
     assert found.discarded == 0.0
-    assert found.merges < 0.8 * simulate(calm).merges, "fewer contributions bring the same tokens"
-
-
-@pytest.mark.seconds
-def test_a_syncer_that_fails_costs_no_work() -> None:
-    calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12))
-    found = simulate(replace(calm, syncer_mtbf_s=60.0, syncer_back_s=30.0))
-    assert found.goodput > 0.99
-    assert found.discarded == 0.0
-    assert found.rounds < 0.8 * simulate(calm).rounds, "there are no rounds meanwhile"
+    assert getattr(found, fewer) < 0.8 * getattr(simulate(calm), fewer), "fewer of them bring the same tokens"
 
 
 @pytest.mark.seconds
@@ -187,6 +185,7 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
         ({"jitter": 1.0}, "below 1"),
         ({"mtbf_s": 0.0}, "mean time between deaths is too short"),
         ({"outage_mtbf_s": 0.0}, "mean time between outages is too short"),
+        ({"syncer_mtbf_s": 0.0}, "mean time between failures of the syncer is too short"),
         ({"num_extra": 2}, "stay of extra learners is too short"),
         ({"num_extra": 2, "extra_s": 401.0}, "a part of the simulated time"),
         ({"num_extra": -1, "extra_s": 9.0}, "-1 extra learners"),

@@ -33,6 +33,7 @@ from lightning_diloco.transport.address import read_join_file
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
 _JOIN = "DILOCO_JOIN"
+_NO_SLURM = {"SLURM_JOB_NAME": "interactive"}  # if Ray itself runs in a job, Lightning must not take its ranks from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class Order:
             name=name,
             argv=(sys.executable, *_with_port(self.words, run_dir, host)),
             log_path=log_path.with_suffix(f".{rank}{log_path.suffix}") if rank else log_path,
-            env={**self.env, "DILOCO_HOST": host},
+            env={**self.env, "DILOCO_HOST": host, "DILOCO_NUM_HOSTS": str(self.num_hosts), **_NO_SLURM},
             fresh=fresh,
             done_path=None if self.done_path is None or rank else Path(self.done_path),
         )
@@ -188,19 +189,18 @@ def places(run_dir: Path) -> dict[str, str]:
     for name in sorted(Desk.names(run_dir)):
         order = Desk(run_dir, name).order()
         for host in host_names(name, 1 if order is None else order.num_hosts):
-            found[host] = _place(Desk(run_dir, host).events()[0])
+            found[host] = _place(Desk(run_dir, host))
     return found
 
 
-def _place(told: list[dict[str, Any]]) -> str:
-    began = [it for it in told if it["event"] == "began"]
-    if not began:
+def _place(desk: Desk) -> str:
+    if (keeper := desk.newest()) is None:
         return "waits for a node"
-    newest = began[-1]
-    if outcome := next((it["text"] for it in told if (it["keeper"], it["event"]) == (newest["keeper"], "ended")), None):
+    if (outcome := desk.ended(keeper)) is not None:
         return outcome
-    said = [it["text"] for it in told if it["event"] == "said"]
-    return f"on {newest['text']}" + (f" (last message: {said[-1]})" if said else "")
+    told, _ = desk.events()
+    last = {it["event"]: it["text"] for it in told}
+    return f"on {last['began']}" + (f" (last message: {last['said']})" if "said" in last else "")
 
 
 @dataclass(frozen=True, slots=True)

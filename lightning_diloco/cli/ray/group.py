@@ -30,7 +30,6 @@ from lightning_diloco.cli.ray.files import Desk, Order, host_of
 Tell = Callable[[str, str], None]
 
 _TICK_S = 0.2
-_NO_SLURM = {"SLURM_JOB_NAME": "interactive"}  # if Ray itself runs in a job, Lightning must not take its ranks from it
 
 
 class NoMeetingError(Exception):
@@ -57,13 +56,13 @@ class FirstHost:
     def meet(self) -> dict[str, str]:
         """Begin a rendezvous; returns the variables of a process that takes part."""
         if not self._read_bytes:
-            return {"DILOCO_NUM_HOSTS": "1", **_NO_SLURM}
+            return {}
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
         self._rendezvous, self._lost_s = f"{self._address}:{port} {secrets.token_hex(4)}", math.inf
         self._begun.add(self._rendezvous)
         self._tell("started", self._rendezvous)
-        return _variables(self._rendezvous, 0, 1 + len(self._read_bytes))
+        return _variables(self._rendezvous, 0)
 
     @property
     def is_over(self) -> bool:
@@ -93,7 +92,7 @@ class OtherHost:
 
     def __init__(self, run_dir: Path, name: str, order: Order, tell: Tell, must_end: Callable[[], bool]) -> None:
         first, self._rank = host_of(name)
-        self._first, self._read_bytes, self._num_hosts = Desk(run_dir, first), order.since, order.num_hosts
+        self._first, self._read_bytes = Desk(run_dir, first), order.since
         self._tell, self._must_end = tell, must_end
         self._leader: str | None = None  # mark of host 0's newest keeper
         self._rendezvous: str | None = None
@@ -118,7 +117,7 @@ class OtherHost:
             self._hear()
         self._joined = self._rendezvous
         self._tell("joined", self._joined)
-        return _variables(self._joined, self._rank, self._num_hosts)
+        return _variables(self._joined, self._rank)
 
     @property
     def is_over(self) -> bool:
@@ -147,8 +146,7 @@ class OtherHost:
                 self._ended = cast("Outcome", it["text"]), time.monotonic()
 
 
-def _variables(rendezvous: str, rank: int, num_hosts: int) -> dict[str, str]:
-    """Return the variables that Lightning's LightningEnvironment reads, and the one that the strategy checks."""
+def _variables(rendezvous: str, rank: int) -> dict[str, str]:
+    """Return the variables that Lightning's LightningEnvironment reads."""
     address, _, port = rendezvous.partition(" ")[0].rpartition(":")
-    met = {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": str(rank)}
-    return {**met, "DILOCO_NUM_HOSTS": str(num_hosts), **_NO_SLURM}
+    return {"MASTER_ADDR": address, "MASTER_PORT": port, "NODE_RANK": str(rank)}

@@ -17,7 +17,7 @@ from lightning_diloco.cli.local.fleet import Command
 from lightning_diloco.cli.ray import group
 from lightning_diloco.cli.ray.files import Desk, Order, host_names, make_folder
 from lightning_diloco.cli.ray.group import FirstHost, NoMeetingError, OtherHost
-from tests.cli.ray.test_keeper import DEADLINE_S, until
+from tests.cli.ray.test_keeper import DEADLINE_S, keepers_of, until
 
 HOSTS = ("l0", "l0.1")
 BEGAN = (
@@ -75,7 +75,7 @@ class Learner:
 
     @property
     def keepers(self) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline"]) if str(self.run_dir) in (p.info["cmdline"] or ())]
+        return keepers_of(self.run_dir)
 
 
 @pytest.fixture

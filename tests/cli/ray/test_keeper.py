@@ -68,7 +68,11 @@ class Place:
 
     @property
     def keepers(self) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline"]) if str(self.run_dir) in (p.info["cmdline"] or ())]
+        return keepers_of(self.run_dir)
+
+
+def keepers_of(run_dir: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in (p.info["cmdline"] or ())]
 
 
 def vars_of(order: Order) -> dict[str, object]:
