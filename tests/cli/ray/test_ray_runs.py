@@ -24,6 +24,7 @@ from lightning_diloco.cli.ray.cluster import connected
 from lightning_diloco.cli.ray.files import Desk
 from lightning_diloco.errors import ConfigError, TransportError
 from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.shards.layout import num_shards_of
 from lightning_diloco.transport.address import read_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests import command
@@ -66,6 +67,11 @@ class Site:
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         self.driver: subprocess.Popen[str] | None = None
         self.orphans: list[psutil.Process] = []  # what raylets that end by themselves leave running
+
+    def on_hosts(self, num_hosts: int) -> None:
+        """Train on this many hosts per learner."""
+        if num_hosts > 1:
+            (self.folder / "train.py").write_text(ON_TWO_HOSTS)
 
     def add(self, num_cpus: int) -> Any:
         """Add a node."""
@@ -312,16 +318,22 @@ def test_a_learner_of_two_hosts_continues_after_either_is_lost(site: Site, is_ma
     site.until_gone()
 
 
-def test_training_continues_to_the_end_after_the_head_is_lost(site: Site) -> None:
-    site.add(2), site.add(1)
-    site.start(2)
+@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_training_continues_to_the_end_after_the_head_is_lost(site: Site, num_hosts: int) -> None:
+    site.on_hosts(num_hosts)
+    for _ in range(2 * num_hosts):
+        site.add(1)
+    site.add(1)
+    site.start(2, "--hosts-per-learner", num_hosts)
     site.until_train("l0", "l1")
     before = site.pids()
     site.lose_head()
     site.until_commits(8)
     assert site.pids() == before
-    psutil.Process(*before["l1"]).kill()
-    site.until(lambda: site.pids()["l1"] not in ([], before["l1"]), "its keeper starts it again")
+    victim = "l1" if num_hosts == 1 else "l1.1"
+    psutil.Process(*before[victim]).kill()
+    for name in dict.fromkeys(("l1", victim)):
+        site.until(lambda name=name: site.pids()[name] not in ([], before[name]), "its keeper starts it again")
     site.until_train("l0", "l1")
     summary = site.end()
     assert summary["joins"] == 3
@@ -351,11 +363,15 @@ def test_a_run_whose_diloco_run_was_killed_is_taken_over(site: Site, capsys: pyt
     assert not site.keepers("l0") + site.keepers("syncer")
 
 
+@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_learners_are_added_and_removed_and_ctrl_c_ends_all_cleanly(
-    site: Site, capsys: pytest.CaptureFixture[str]
+    site: Site, capsys: pytest.CaptureFixture[str], num_hosts: int
 ) -> None:
-    site.add(3)
-    site.start(1)
+    site.on_hosts(num_hosts)
+    for _ in range(num_hosts):
+        site.add(2)
+    site.add(1)
+    site.start(1, "--hosts-per-learner", num_hosts)
     site.until_train("l0")
     assert main(["scale", str(site.run_dir), "3"]) == 2
     assert "room for 2 learner(s)" in capsys.readouterr().err
@@ -416,11 +432,14 @@ class Taken:
     """An actor that holds a CPU."""
 
 
-def test_without_an_address_a_cluster_of_this_machine_is_started_and_ended(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "stop").touch()
-    words = ("run", "train.py", "--engine", "ray", "--learners", 2, "--run-dir", "run", "--no-table", "--no-page")
-    said = command.succeed(tmp_path, *words)
+def test_without_an_address_a_recipe_runs_on_a_cluster_of_this_machine_that_is_ended(tmp_path: Path) -> None:
+    words = ("--engine", "ray", "--learners", 2, "--shards", 2, "--run-dir", "run", "--no-table", "--no-page")
+    small = ("--trainer.max_steps", 48, "--data.max_bytes", 400_000)
+    said = command.succeed(tmp_path, "run", "tiny/gpt", *words, *small, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert "l1 finished" in said
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["joins"], summary["ledger_exact"]) == ("finished", 2, True)
+    assert num_shards_of(tmp_path / "run") == 2
+    assert all(version > 0 for version in summary["versions"])
+    assert summary["eval_loss"] < 6.2, "about log(512) before the training"
     assert not [p for p in psutil.process_iter(["environ"]) if str(tmp_path) in str(p.info["environ"])]
