@@ -64,7 +64,15 @@ def _loss_by_participation(found: Results) -> str:
 def _goodput(found: Results) -> str:
     cells = found["cells"]
     speeds = goodput_table.beside_published(found["two_speeds"])
-    more = (goodput_table.residuals(cells), speeds, found["scavenging"], found["real"], goodput_table.answers(cells))
+    more = (
+        goodput_table.residuals(cells),
+        goodput_table.bands(found["half"], found["double"]),
+        goodput_table.cubes(found["cubes"]),
+        speeds,
+        found["scavenging"],
+        found["real"],
+        goodput_table.answers(cells),
+    )
     return "\n\n".join((_rows(found), *map(report.table, more)))
 
 
