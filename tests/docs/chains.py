@@ -342,6 +342,20 @@ CHAINS: dict[str, tuple[Step, ...]] = {
                 "link 250M",
                 ("links.png",),
             ),
+            (
+                "diloco simulate --chips 1k --step 1s 1.18s 4s --quorum 1 2 4 6 8 --grace 0 adaptive "
+                "--duration 30min --plot quorum.png",
+                "--duration 1min",
+                r"quorum[^\n]*\n│ 8, grace adaptive",
+                ("quorum.png",),
+            ),
+            (
+                "diloco simulate --chips 1k --mtbf 30min --jitter 1% --sync-every 12 24 48 96 192 --link 1Gbit 5Gbit "
+                "--duration 30min --plot periods.png",
+                "--duration 1min",
+                "link 1G",
+                ("periods.png",),
+            ),
             ("diloco simulate --explore --for 2min", "--seeds 3", "no invariant was broken", ()),
         )
     ),
