@@ -291,6 +291,8 @@ class History:
         fleet.run_to_the_end(limit_s=fleet.now_s + LEAVE_S)
         fleet.run_for(RECONNECT_S)
         fleet.invariants.audit()
+        there = [member.session for member in fleet.syncer.state.roster.live()]
+        assert not there, f"all processes are gone, and {there} still take part\n{fleet.story()}"
         fleet.syncer.state.finish()
         left_over = self._num_undrained() - undrained_before
         assert left_over == 0, f"learners left with {left_over} tokens unmerged after a quiet drain\n{fleet.story()}"

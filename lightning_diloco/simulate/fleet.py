@@ -107,7 +107,7 @@ class Fleet:
 
     def heal(self, learner: SimulatedLearner) -> None:
         """Restore the network; the process reconnects."""
-        learner.is_cut = False
+        learner.is_cut, learner.connected_s = False, self.now_s
         self._reconnect(learner)
 
     def finish(self, learner: SimulatedLearner, *, drain: bool = True, within_s: float | None = None) -> None:

@@ -4,12 +4,14 @@
    as a rollback.
 2. No round closes below the effective quorum. No two processes of one learner take part.
 3. Under "carry", parameters minus anchor equal the pending tokens. Every learner's anchor equals the published one.
-4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
+4. An anchor is the sum of the tokens merged into it. No token is merged twice, and contributions of a fragment are
+   merged in the order in which a process made them, none after the process has left or was replaced.
 5. The syncer's accounts agree with each learner and with the log, and seen = merged + discarded + pending.
 6. A restart from disk restores the durable part of the live state machine.
 7. Every range of the data is merged once per epoch (`exactly_once.py`).
 8. At a boundary, a learner with several ranks lands exactly the updates that it promised when the step began, and takes
    only snapshots that it promised. Between boundaries it does neither.
+9. While no message is lost, the lease of a learner that is connected does not run out.
 
 The checks do not use the arithmetic of the ledger.
 """
@@ -44,6 +46,7 @@ class Invariants:
         self._generation = 0
         self._was_rolled_back = False
         self._closed: set[int] = set()
+        self._lapsed: set[str] | None = set()
         self.num_checks = 0
 
     def _fail(self, text: str) -> NoReturn:
@@ -53,6 +56,7 @@ class Invariants:
         """Allow lower versions once, and new generations, after the disk was rolled back."""
         self._versions = []
         self._was_rolled_back = True
+        self._lapsed = None
 
     # ------------------------------------------------------------------------------------------------ after every event
 
@@ -69,6 +73,7 @@ class Invariants:
         active = [member.learner for member in syncer.roster.members.values() if member.state == "active"]
         if len(set(active)) < len(active):
             self._fail(f"two processes of one learner take part: {sorted(active)}")
+        self._check_lapses()
         if syncer.num_inexact:
             self._fail("a learner's books disagree with the commits it has landed")
         for f in syncer.rounds.fragments:
@@ -79,6 +84,16 @@ class Invariants:
             quorum = max(1, min(self._fleet.config.quorum, len(r.electorate)))
             if r.num_ready < quorum:
                 self._fail(f"round {r.number} closed with {r.num_ready} contributions, the quorum is {quorum}")
+
+    def _check_lapses(self) -> None:
+        members = self._fleet.syncer.state.roster.members.values()
+        lapsed = {member.session for member in members if member.is_lapsed}
+        if self._lapsed is not None and self._fleet.network.loss == 0:
+            for learner in (self._fleet.learners[session] for session in lapsed - self._lapsed):
+                connected_s = self._fleet.now_s - learner.connected_s
+                if not learner.is_gone and not learner.is_cut and connected_s > self._fleet.config.lease_s:
+                    self._fail(f"the lease of {learner.session} ran out, which is connected since {connected_s:.1f} s")
+        self._lapsed = lapsed
 
     def after_learner_event(
         self, learner: SimulatedLearner, event: on.LearnerEvent, todo: Sequence[do.LearnerAction]
@@ -132,14 +147,26 @@ class Invariants:
         """Return the merged token ranges per (learner, incarnation, fragment), from commit records alone."""
         who: dict[str, tuple[str, int]] = {}
         merges: Merges = defaultdict(list)
+        seqs: dict[tuple[str, int], int] = defaultdict(int)
+        ended = set[str]()
         for entry in self._fleet.syncer.disk.log:
             record = entry.record
             if isinstance(record, records.Granted):
                 who[record.session] = record.learner, record.incarnation
+            elif isinstance(record, records.Activated):
+                learner = who[record.session][0]
+                ended |= {session for session, (name, _) in who.items() if name == learner} - {record.session}
+            elif isinstance(record, records.Departed):
+                ended.add(record.session)
             elif isinstance(record, records.CommitRecord):
                 for merge in record.merges:
                     learner, incarnation = who[merge.session]
                     merges[learner, incarnation, record.fragment].append((merge.ready.start, merge.stop))
+                    if merge.session in ended:
+                        self._fail(f"work of {merge.session} was merged after it had left or was replaced")
+                    if (seq := merge.ready.seq) <= (last := seqs[merge.session, record.fragment]):
+                        self._fail(f"{merge.session} had seq {seq} of fragment {record.fragment} merged after {last}")
+                    seqs[merge.session, record.fragment] = seq
         for key, ranges in merges.items():
             ranges.sort()
             for (_, stop), (start, _) in pairwise(ranges):

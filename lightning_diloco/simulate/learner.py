@@ -30,6 +30,7 @@ class SimulatedLearner:
     """One learner process.
 
     Args:
+        connected_s: when the network was last restored.
         boot: number of the syncer start to which it last connected.
         params, anchors: values per fragment.
         kept: sent values by (fragment, seq).
@@ -51,6 +52,7 @@ class SimulatedLearner:
     is_stepping: bool = False
     is_cut: bool = False
     is_dead: bool = False
+    connected_s: float = 0.0
     connection: int = 0
     boot: int = 0
     error: str | None = None

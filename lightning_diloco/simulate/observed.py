@@ -7,6 +7,7 @@ from typing import Protocol
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate.learner import SimulatedLearner
+from lightning_diloco.simulate.settings import Network
 from lightning_diloco.simulate.syncer import SimulatedSyncer
 
 
@@ -14,6 +15,7 @@ class Observed(Protocol):
     """A fleet (`fleet.Fleet`) at one moment."""
 
     config: RunConfig
+    network: Network
 
     @property
     def now_s(self) -> float:

@@ -16,6 +16,7 @@ from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.contributions import Contributions
 from lightning_diloco.protocol.syncer.durable_state import DurableState
 from lightning_diloco.protocol.syncer.ledger import Account
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import Roster
 from lightning_diloco.protocol.syncer.rounds import Rounds
 from lightning_diloco.simulate import Fleet, Network, Pace
@@ -180,6 +181,18 @@ def the_seen_counter_lags(patch: Patch) -> None:
         return fits
 
     patch.setattr(Account, "declare", late)
+
+
+def learners_leave_while_a_commit_is_written(patch: Patch) -> None:
+    patch.setattr(Rounds, "is_committing", lambda *_: False)
+
+
+def leases_never_run_out(patch: Patch) -> None:
+    patch.setattr(SyncerState, "_lapse", lambda *_: [])
+
+
+def a_suspension_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(SyncerState, "_stood_still", lambda *_: [])
 
 
 @pytest.mark.parametrize(
