@@ -112,12 +112,20 @@ class _Opened:
 
 
 def _first_primary(options: SyncerOptions) -> Invitation | None:
-    """Return the primary that this process is the standby of; None if this process is the primary."""
+    """Return the primary that this process is the standby of; None if this process is the primary.
+
+    Raises:
+        ConfigError: the directory does not hold what the options need.
+    """
     run_dir, given = options.run_dir, options.standby_of
     if options.takes_over:
+        if not (run_dir / "syncer" / "log").exists():
+            raise ConfigError(f"--take-over: {run_dir} holds no run; give the directory of the standby")
         become_primary(run_dir)
         forget_standby(run_dir)
         return None
+    if given is not None:
+        given.check(run_dir)
     known = primary_of(run_dir)
     if known is not None:  # if the given one is at the same address, it may have a newer token
         is_same = given is not None and given.address.host_port == known.address.host_port
@@ -127,6 +135,8 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
     if taken_from(run_dir) is not None:
         log.info("%s has already taken over its run, and serves it", run_dir)
         return None
+    if (run_dir / "join").exists() and read_join_file(run_dir / "join").host_port == given.address.host_port:
+        raise ConfigError(f"--run-dir {run_dir} is the directory of the primary; a standby needs one of its own")
     if (run_dir / "syncer" / "log").exists():
         differs_after(run_dir, 0)  # it was a primary, so its records may differ
     return given

@@ -215,10 +215,11 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="works for run",
             beside=signal.SIGTERM,
         ),
+        Step(line="cp -r runs/sites runs/taken-over"),
         Step(
-            line="diloco syncer --run-dir runs/taken-over --take-over",
+            line="diloco syncer --run-dir runs/taken-over --listen 127.0.0.1:0 --take-over",
             of=("diloco syncer --run-dir copy --take-over",),
-            leaves=("runs/taken-over/join",),
+            says="is served at",
             beside=signal.SIGTERM,
         ),
         Step(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.transport.address import JoinAddress, write_private
+from lightning_diloco.transport.address import JoinAddress, read_join_file, write_private
 from lightning_diloco.transport.identity import ServerIdentity
 
 FILE = "standby"
@@ -54,6 +54,23 @@ class Invitation:
     def of(cls, address: JoinAddress, identity: ServerIdentity) -> Invitation:
         """Return the invitation to a run."""
         return cls(address, hmac.new(identity.key, b"standby of " + address.run.encode(), "sha256").hexdigest())
+
+    def check(self, run_dir: Path) -> None:
+        """Check that this directory holds no other run.
+
+        Raises:
+            ConfigError: it does, and a standby would replace its files.
+        """
+        join, folder = run_dir / "join", run_dir / "syncer"
+        run = read_join_file(join).run if join.exists() else self.address.run
+        is_certified = (folder / "identity.pem").exists()
+        if run != self.address.run or (
+            is_certified and ServerIdentity.load_or_create(folder).fingerprint != self.address.fingerprint
+        ):
+            raise ConfigError(
+                f"--run-dir {run_dir} holds another run than {self.address.run} of the primary at "
+                f"{self.address.host_port}; a standby would replace its files; choose an empty directory"
+            )
 
     def write(self, run_dir: Path) -> None:
         """Write RUN_DIR/standby, readable only by its owner."""
