@@ -121,7 +121,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "loss_by_participation": _loss_by_participation,
     "broken_learner": _broken_learner,
     "recoveries": _checks,
-    **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
+    **dict.fromkeys(
+        ("exchange", "straggler", "speeds", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows
+    ),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak", "takeovers", "takeovers_shards", "at_size", "shards"), _rows),

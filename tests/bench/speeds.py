@@ -10,11 +10,13 @@ python -m tests.bench.speeds --out tests/bench/results/speeds.json
    last step of any learner.
 4. An epoch ends together if each learner trains its last sequence of it at the same time. The first epoch ends when no
    sequence is new any more.
-5. In the control, each learner has its fixed part of the data and its part of the budget.
+5. In the control, each learner trains its fixed part of the data once.
+6. Runs that the file of `--out` already has are not repeated.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import statistics
@@ -84,7 +86,7 @@ def run(name: str, seed: int, *, step_s: float, steps: int) -> dict[str, Any]:
     budget = len(NAMES) * steps * tokens_per_step
     ends = ("--trainer.max_steps=-1", f"--trainer.strategy.max_fleet_tokens={budget}")
     if name == CONTROL:
-        ends = (f"--trainer.max_steps={steps}", "--data.leases=false")
+        ends = ("--trainer.max_steps=-1", "--trainer.max_epochs=1", "--data.leases=false")
     options = (
         f"--seed_everything={seed}",
         f"--trainer.val_check_interval={100 * steps}",  # the final anchor only
@@ -191,13 +193,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-s", type=float, default=0.12, help="seconds per step of a fast learner")
     parser.add_argument("--steps", type=int, default=Tiny().num_steps, help="steps of each learner, if they are equal")
     args = parser.parse_args(argv)
-    rows, each = [], {}
+    stored = json.loads(args.out.read_text())["each"] if args.out is not None and args.out.exists() else {}
+    rows, each = [], dict[str, dict[str, Row]]()
     for name in (EQUAL, UNEQUAL, CONTROL):
-        seeds = args.seeds[:1] if name == CONTROL else args.seeds
-        each[name] = [run(name, seed, step_s=args.step_s, steps=args.steps) for seed in seeds]
-        rows.append(
-            {"run": name, **{column: statistics.mean(one[column] for one in each[name]) for column in each[name][0]}}
-        )
+        known, seeds = stored.get(name, {}), args.seeds[:1] if name == CONTROL else args.seeds
+        each[name] = {
+            str(seed): known.get(str(seed)) or run(name, seed, step_s=args.step_s, steps=args.steps) for seed in seeds
+        }
+        found = list(each[name].values())
+        rows.append({"run": name, **{column: statistics.mean(one[column] for one in found) for column in found[0]}})
     return report.conclude(args.out, rows, checks_of(rows), each=each)
 
 
