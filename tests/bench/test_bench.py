@@ -40,6 +40,7 @@ from tests.bench import (
     shards,
     simulated,
     soak,
+    speeds,
     survivors,
     timed_recipe,
     xla_step,
@@ -402,6 +403,35 @@ def test_a_chaos_run_within_its_bounds_passes() -> None:
 )  # fmt: skip
 def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
     assert list(chaos.checks_of({**CHAOS, **changed}).values()).count(False) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "changed", "num_missed"),
+    [
+        (0, {}, 0),
+        (0, {"loss": 2.0}, 1),
+        (0, {"ledger exact": 0.5}, 1),
+        (1, {"slower": 3.0}, 2),
+        (1, {"idle, slow": 0.04}, 1),
+        (1, {"minutes": 6.0}, 1),
+        (1, {"ends of the epoch, apart": 0.06}, 1),
+        (1, {"participation": 0.4}, 1),
+        (2, {"idle, fast": 0.01}, 1),
+        (2, {"ends of the epoch, apart": 0.01}, 1),
+    ],
+)
+def test_a_slow_learner_that_costs_time_or_loss_is_detected(
+    row: int, changed: dict[str, float], num_missed: int
+) -> None:
+    rows = json.loads((Path(speeds.__file__).parent / "results" / "speeds.json").read_text())["rows"]
+    rows[row] |= changed
+    assert list(speeds.checks_of(rows).values()).count(False) == num_missed
+
+
+def test_the_first_epoch_ends_with_the_last_new_sequence() -> None:
+    fast = [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0), (6.0, 4.0)]
+    slow = [(1.0, 4.0), (5.0, 5.0), (9.0, 1.0)]
+    assert speeds._first_epoch({"l0": fast, "l1": slow}) == (4.0, 2.0)
 
 
 @pytest.mark.parametrize(("at_the_end", "grew"), [((15, 16), "-"), ((17, 17), "threads")])

@@ -454,6 +454,7 @@ NOT_HERE = {
     "python -m tests.bench.gpu --out gpu.json": "needs a GPU; tests/bench run it on the CPU with less of all",
     "python tests/bench/run.py goodput_table": "twenty minutes; its command runs here with shorter cells",
     "python tests/bench/run.py simulated": "thirteen minutes; tests/bench run its simulations",
+    "python tests/bench/run.py speeds": "half an hour; tests/bench check its verdicts",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py peers": "half an hour, with other packages; tests/bench run it with this one",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
