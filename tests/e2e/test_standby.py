@@ -158,6 +158,7 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     learners = [processes.learner(name) for name in ("l0", "l1")]
     pair.until_registered(0)
     pair.until_commits(0, 4)
+    primary = pair.address(0)
     pair.kill(0)
     os.kill(learners[1].pid, signal.SIGSTOP)  # as if it were on the primary's machine
     said = "may have continued without this standby. If it is lost: diloco syncer --run-dir"
@@ -167,6 +168,11 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     assert processes.end(pair.running[1]) == 0
     pair.running[1] = processes.start("syncer1", *COMMAND, "--run-dir", pair.dirs[1], "--expect", "2", "--take-over")
     pair.until_commits(1, 2)
+    told = [event for event in pair.status(1)["recent"] if event["event"] in ("restored", "took over")]
+    assert [(event["event"], event.get("primary")) for event in told] == [
+        ("restored", None),
+        ("took over", primary),
+    ]
     os.kill(learners[1].pid, signal.SIGCONT)
     pair.until_commits(1, 4)
     processes.stop_file.touch()
