@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,11 @@ def served(run_dir: Path, listen: str, say: Callable[[str], None]) -> Iterator[W
         listen: host:port.
         say: called with the link.
     """
+    from lightning_diloco.cli.ray.files import places
     from lightning_diloco.live.server import PageServer
     from lightning_diloco.live.watch import Watch
 
-    watch = Watch(run_dir.name)
+    watch = Watch(run_dir.name, places=partial(places, run_dir))
     watch.read_past(run_dir)
     with TemporaryDirectory() as elsewhere:
         own = run_dir / "syncer"

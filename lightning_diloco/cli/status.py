@@ -51,7 +51,7 @@ def call(arguments: argparse.Namespace) -> int:
     """Print the state, or the summary of a finished run."""
     from rich.console import Console
 
-    from lightning_diloco.cli.local.display import status_view, summary_view
+    from lightning_diloco.cli.local.display import event_lines, status_view, summary_view
     from lightning_diloco.cli.local.feed import asking
     from lightning_diloco.cli.ray.files import places
 
@@ -61,8 +61,9 @@ def call(arguments: argparse.Namespace) -> int:
 
     def show_state(status: Status) -> None:
         console.print(status_view(status))
-        for name, place in places(run_dir).items():
-            console.print(f"{name}: {place}", highlight=False, markup=False)
+        where = (f"{name}: {place}" for name, place in places(run_dir).items())
+        for line in (*where, *event_lines(status)):
+            console.print(line, highlight=False, markup=False)
 
     show = _print_json if arguments.json else show_state
     show_end = _print_json if arguments.json else lambda summary: console.print(summary_view(summary, run_dir))

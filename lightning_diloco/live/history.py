@@ -91,11 +91,32 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
             return "good", "commits have resumed"
         case "regenerated":
             return "warn", "the syncer's disk was rolled back; learners adopt the restored anchors"
+        case "stood still":
+            return "warn", f"the syncer's process was suspended for {event['for_s']:.1f} s; all leases are renewed"
+        case "restored":
+            return "info", f"the syncer started with its state on disk: {_restored(event)}"
+        case "took over":
+            nth = f", takeover {event['reign']} of the run"
+            return "warn", f"the syncer at {event['address']} took over from {event['primary']}{nth}"
+        case "standby joined":
+            return "good", f"the standby at {event['standby']} has all decisions, and follows"
+        case "standby lost":
+            return "bad", f"the standby at {event['standby']} does not answer; the syncer continues alone"
+        case "shard away":
+            return "bad", f"shard {event['shard']} is away; its fragments wait for it"
+        case "shard back":
+            return "good", f"shard {event['shard']} is back"
         case "evaluated" if event["eval_loss"] is not None:
             return "good", f"the final anchor's loss is {event['eval_loss']:.4f}"
         case "evaluated":
             return "warn", f"the final anchor has no loss: {event['reason']}"
     return None
+
+
+def _restored(event: Mapping[str, Any]) -> str:
+    num = event["num_records"]
+    records = f"{num} record{'s' * (num != 1)} of the log"
+    return records if event["snapshot_lsn"] is None else f"a snapshot and {records}"
 
 
 def _losses(learner: Mapping[str, Any]) -> list[float | None]:

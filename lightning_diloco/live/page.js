@@ -149,6 +149,11 @@ function health(state, age) {
 const rateOf = (learners) =>
   learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
 
+function standing({ silent_s, records_behind }) {
+  const behind = records_behind ? `${count(records_behind)} behind` : "";
+  return silent_s > 3 ? `silent ${duration(silent_s)}${behind && `, ${behind}`}` : behind || "in step";
+}
+
 function figures(told) {
   const learners = told.learners || [];
   const all = new Set(learners.map((one) => one.id)).size;
@@ -167,7 +172,7 @@ function figures(told) {
     received: quantity(told.bytes_up, "B"),
     sent: quantity(told.bytes_down, "B"),
     ...(told.shards?.length && { shards: `${1 + told.shards.filter((one) => one.away_s === null).length} of ${1 + told.shards.length}` }),
-    ...(told.standby && { standby: told.standby.silent_s > 3 ? `silent ${duration(told.standby.silent_s)}` : "in step" }),
+    ...(told.standby && { standby: standing(told.standby) }),
   };
   $("figures").replaceChildren(...Object.entries(shown).map(([name, value]) =>
     element("div", { className: "figure" }, element("b", {}, value), element("span", {}, name))));
@@ -220,6 +225,12 @@ function fragments(told, status) {
   }));
 }
 
+function places(found) {
+  $("processes").hidden = !Object.keys(found).length;
+  $("places").replaceChildren(...Object.entries(found).map(([name, place]) =>
+    element("li", {}, element("b", {}, name), ` ${place}`)));
+}
+
 function events(found) {
   $("events").replaceChildren(...(found.length ? found.slice().reverse().map((event) =>
     element("li", { className: event.level }, element("time", {}, clock(event.t)), element("span", {}, event.text)))
@@ -243,6 +254,7 @@ function draw(state) {
   chart($("loss"), lines, { x: count, y: (y) => Number(y.toPrecision(3)) });
   legend($("loss-legend"), lines);
   learners(told);
+  places(state.places);
   waits(live);
   fragments(told, live);
   const [unit, size] = (state.rows.at(-1)?.t ?? 0) - start < 180 ? ["s", 1] : ["min", 60];

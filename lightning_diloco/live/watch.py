@@ -27,11 +27,18 @@ class Watch:
     Args:
         name: displayed name until the syncer reports the run's id.
         clock: returns the time in unix seconds.
+        places: returns where each process is; empty if nothing places them.
     """
 
-    def __init__(self, name: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        places: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._name = name
-        self._clock = clock
+        self._clock, self._places = clock, places
         self._mutex = threading.Lock()
         self._curves, self._events = Curves(), Events()
         self._status: Mapping[str, Any] | None = None
@@ -79,6 +86,7 @@ class Watch:
 
     def state(self) -> Json:
         """Return the data of the page."""
+        places = self._places()  # it may wait for a disk
         with self._mutex:
             told = self._status or self._summary or {}
             return {
@@ -88,6 +96,7 @@ class Watch:
                 "problem": self._problem,
                 "status": self._status,
                 "summary": self._summary,
+                "places": places,
                 "rows": list(self._curves.rows),
                 "events": list(self._events.latest),
             }

@@ -37,6 +37,7 @@ from lightning_diloco.syncer.shards.others import OtherShards
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.reign import has_begun, reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after, num_shards_at
 from lightning_diloco.syncer.standby.telling import Telling
@@ -161,6 +162,8 @@ def _opened(options: SyncerOptions) -> _Opened:
         others.prepare(options, num_shards, front, identity, door)
         service = SyncerService(options, run=address.run, durable=durable, standby_key=key, remote=others.shards)
         former = taken_from(options.run_dir)
+        if former is not None and not has_begun(options.run_dir):
+            _tell_of_takeover(service, options, front, former)
         telling = None if former is None else Telling(former, front, options.run_dir, durable.log.last_lsn)
     except BaseException:
         front.stop()
@@ -203,10 +206,16 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
         door.tell("taking over")
         about = {"durable": run.durable, "followed": (run.state, run.store), "remote": others.shards}
         service = SyncerService(options, run=own.run, standby_key=primary.key, **about)
+        _tell_of_takeover(service, options, front, primary)
         local_runs.note(own.run, options.run_dir)
         undo.pop_all()
     source.close()
     return _Opened(service, door, front, identity, True, telling, others)
+
+
+def _tell_of_takeover(service: SyncerService, options: SyncerOptions, front: Front, primary: Invitation) -> None:
+    places = {"address": front.address.host_port, "primary": primary.address.host_port}
+    service.tell("took over", {**places, "reign": reign(options.run_dir)})
 
 
 def _have_shards(options: SyncerOptions, num_shards: int) -> None:

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -51,6 +51,7 @@ from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import STANDBY
 from lightning_diloco.syncer.status.history import CLOSED
+from lightning_diloco.syncer.status.others import Others
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
 from lightning_diloco.syncer.status.publisher import StatusPublisher
@@ -121,6 +122,9 @@ class SyncerService:
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._said: tuple[messages.FromSyncer, Json] | None = None
+        self._others = Others(self.replica, remote, self.tell)
+        if followed is None and durable.restored is not None:
+            self.tell("restored", durable.restored)
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
         self._ended = threading.Event()
@@ -191,6 +195,12 @@ class SyncerService:
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
+
+    def tell(self, event: str, fields: Mapping[str, object], late_s: float = 0.0) -> None:
+        """Write an event that happened `late_s` ago to log, tape and status; by the loop thread, once it runs."""
+        log.info("%s %s", event, fields)
+        self._durable.note(event, late_s=late_s, **fields)
+        self._board.noted(event, fields, late_s=late_s)
 
     def abandon(self) -> None:
         """Stop without writing anything, because another syncer serves the run now."""
@@ -339,6 +349,7 @@ class SyncerService:
         self._handle(tick, now_s)
         self._desk.prune(self.state)
         self._board.refresh()
+        self._others.look()
         self._note_progress(now_s)
         self._store_seed(now_s)
         if self._ending.has_come(self.state, now_s):
@@ -425,10 +436,7 @@ class SyncerService:
             case actions.StoreSeed():
                 self._seeding.begin(action)
             case actions.Note():
-                log.info("%s %s", action.event, action.fields)
-                late_s = time.monotonic() - action.at_s
-                self._durable.note(action.event, late_s=late_s, **action.fields)
-                self._board.noted(action.event, action.fields, late_s=late_s)
+                self.tell(action.event, action.fields, late_s=time.monotonic() - action.at_s)
 
     def _snapshot_if_quiet(self) -> None:
         """Start a snapshot if one is due and no commit is being written; otherwise start the waiting commits."""

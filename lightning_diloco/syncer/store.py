@@ -48,6 +48,7 @@ class SyncerStore:
 
     Attributes:
         past: history of the run before this process; set by `restore`.
+        restored: what was read from disk, {"snapshot_lsn", "num_records"}; None before `load`, and for a new run.
         fleets: learners in the run now, and learners before the last record that may have changed them. Set by
             `restore`. A standby may lack this last record, but no earlier record that changed the fleet.
     """
@@ -67,6 +68,7 @@ class SyncerStore:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / TAPE)
         self.past = History()
+        self.restored: Json | None = None
         self._recollection = Recollection()
         self._in_log: list[Json] = []  # joins and leaves in the log that may be missing on the tape
         self.fleets = Fleets()
@@ -100,6 +102,7 @@ class SyncerStore:
         if snapshot is not None:
             state.restore(codec.load(records.SavedState, snapshot.state["machine"]), now_s)
             store = AnchorStore(*plan_of(cast("Json", snapshot.state["manifest"])), self.part)
+        num_records = 0
         with ByFragment(len(store.layouts) if store else 1) as threads:
             if snapshot is not None and store is not None:
                 self._tell("reading the snapshot")
@@ -108,6 +111,7 @@ class SyncerStore:
             before = state.roster.fleet()
             for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
                 self._tell(f"replaying the log, record {record.lsn} of {self.log.last_lsn}")
+                num_records += 1
                 change = records.decode(record.header)
                 if record.header["kind"] not in IN_FLIGHT:
                     before = state.roster.fleet()
@@ -129,6 +133,8 @@ class SyncerStore:
             self._tell("computing digests")
             for p in store.mine if store and store.is_seeded else ():
                 threads.do(p, cast("AnchorStore", store).digest, p)
+        if snapshot is not None or num_records:
+            self.restored = {"snapshot_lsn": snapshot.lsn if snapshot else None, "num_records": num_records}
         self.fleets = Fleets.only(before).or_(state.roster.fleet())
         self._read_tape()
         return store

@@ -37,7 +37,8 @@ def of_mad(fleet: Fleet) -> dict[str, object]:
 
 
 def told(fleet: Fleet) -> list[str]:
-    comes_and_goes = ("seeded", "join", "leave", "lapse", "return")  # on a busy machine, honest learners may lapse
+    # On a busy machine, the syncer may be suspended, and honest learners may lapse.
+    comes_and_goes = ("seeded", "join", "leave", "lapse", "return", "stood still")
     recent = [event for event in fleet.status()["recent"] if event["event"] not in comes_and_goes]
     assert all(event["learner"] == "mad" for event in recent), "nobody else is blamed"
     return [event["event"] for event in recent]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import urllib.request
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from lightning_diloco.cli import page, run
 from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.fleet import Command
+from lightning_diloco.cli.ray.files import Desk, Order, make_folder
 from lightning_diloco.errors import ConfigError
 from tests.live.told import status
 
@@ -37,6 +40,16 @@ def test_status_lines_are_no_events(tmp_path: Path) -> None:
         screen = Screen(Console(file=io.StringIO()), live=False, watch=watch, clock=count(0.0, 9.0).__next__)
         screen.show(status(10))
         assert watch.state()["events"] == []
+
+
+def test_the_page_shows_where_the_processes_of_a_cluster_are(tmp_path: Path) -> None:
+    order = Order.of(Command(name="l0", argv=(sys.executable,), log_path=tmp_path / "log.txt"), None, "known")
+    with page.served(tmp_path, page.LISTEN, lambda text: None) as watch:
+        assert watch.state()["places"] == {}
+        make_folder(tmp_path)
+        Desk(tmp_path, "l0").write_order(order)
+        Desk(tmp_path, "l0").tell("a", "began", "10.0.0.1")
+        assert watch.state()["places"] == {"l0": "on 10.0.0.1"}
 
 
 def test_options_of_the_page_are_not_passed_on_to_the_recipe() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.errors import AuthError
 from lightning_diloco.learner.rotation import rotate
+from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer.replay import replay
 from lightning_diloco.syncer.shards.whole import read_run
 from tests.e2e.conftest import Processes, until
@@ -83,6 +84,13 @@ def test_killed_shards_a_killed_syncer_and_another_number_of_shards_lose_nothing
     assert [processes.end(process) for process in (*learners, syncer)] == [0, 0, 0]
 
     assert_nothing_lost(processes)
+    told = ("shard away", "shard back", "restored")
+    tape = [line for line in read_tape(processes.run_dir / "tape" / "events.jsonl") if line["event"] in told]
+    deaths = [("shard away", 1), ("shard back", 1), ("shard away", 2), ("shard back", 2)]
+    assert [(line["event"], line["shard"]) for line in tape[:4]] == deaths
+    killed, *_, stopped = tape[4:]  # in between, shards attach again with the new token
+    assert (killed["event"], killed["num_records"] > 0) == ("restored", True)
+    assert (stopped["event"], stopped["num_records"]) == ("restored", 0)
     found = replay(processes.run_dir)
     assert found.level == "merges"
     assert found.num_merges == sum(found.versions) >= 40

@@ -68,6 +68,13 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards:
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
     assert_whole(pair, primary, ["l0", "l1"])
+    told = ("restored", "took over", "standby joined", "standby lost")
+    tape = [line for line in read_tape(pair.dirs[primary] / "tape" / "events.jsonl") if line["event"] in told]
+    assert [line["event"] for line in tape] == ["standby joined", "took over"] * 2 + ["standby joined"]
+    first, second = (pair.address(which) for which in range(2))
+    takeovers = [(line["address"], line["primary"], line["reign"]) for line in tape if line["event"] == "took over"]
+    assert takeovers == [(second, first, 1), (first, second, 2)]
+    assert [line["standby"] for line in tape if line["event"] == "standby joined"] == [second, first, second]
     for which in range(2):
         said = (processes.root / f"syncer{which}.log").read_text()
         assert said.count("keeps its records up to") == 1
@@ -139,6 +146,7 @@ def test_a_run_waits_for_a_killed_standby_and_then_continues_without_it(processe
     assert 0 < waits[0]["until_s"] <= ALONE_S
     until(lambda: pair.status(0)["standby"] is None, "the end of the wait", processes)
     pair.until_commits(0, 4)
+    assert "standby lost" in [event["event"] for event in pair.status(0)["recent"]]
     pair.restart(1)
     pair.until_registered(0)
     assert "copying the run" not in (processes.root / "syncer1.log").read_text().rpartition("is the standby of")[2]
@@ -150,6 +158,7 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     learners = [processes.learner(name) for name in ("l0", "l1")]
     pair.until_registered(0)
     pair.until_commits(0, 4)
+    primary = pair.address(0)
     pair.kill(0)
     os.kill(learners[1].pid, signal.SIGSTOP)  # as if it were on the primary's machine
     said = "may have continued without this standby. If it is lost: diloco syncer --run-dir"
@@ -159,6 +168,11 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     assert processes.end(pair.running[1]) == 0
     pair.running[1] = processes.start("syncer1", *COMMAND, "--run-dir", pair.dirs[1], "--expect", "2", "--take-over")
     pair.until_commits(1, 2)
+    told = [event for event in pair.status(1)["recent"] if event["event"] in ("restored", "took over")]
+    assert [(event["event"], event.get("primary")) for event in told] == [
+        ("restored", None),
+        ("took over", primary),
+    ]
     os.kill(learners[1].pid, signal.SIGCONT)
     pair.until_commits(1, 4)
     processes.stop_file.touch()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,8 @@ pytestmark = [
 class Answering(Watch):
     """Changes the run before each answer to the page."""
 
-    def __init__(self, *happenings: Callable[[Watch], None]) -> None:
-        super().__init__("folder", clock=lambda: START + 60.0)
+    def __init__(self, *happenings: Callable[[Watch], None], places: Callable[[], Mapping[str, str]] = dict) -> None:
+        super().__init__("folder", clock=lambda: START + 60.0, places=places)
         self._happenings = list(happenings)
 
     def state(self) -> dict[str, object]:
@@ -83,6 +83,20 @@ def test_the_page_shows_the_run_and_updates_by_itself(rendered: Callable[..., st
     assert "l1 lapsed after 15.0 s of silence" in text
     assert "2.345" in text
     assert "&lt;b&gt;odd&lt;/b&gt;" in html  # names are shown as text
+
+
+def test_the_page_shows_shards_the_standby_and_where_processes_are(rendered: Callable[..., str]) -> None:
+    shards = [{"shard": 1, "away_s": None}, {"shard": 2, "away_s": 4.0}]
+
+    def text_with(**standby: float) -> str:
+        told = status(10, shards=shards, standby={"address": "b:4000", "waits_s": None, **standby})
+        return text_of(rendered(Answering(lambda watch: watch.saw(told), places=lambda: {"l0": "on node-7"})))
+
+    behind = text_with(silent_s=0.2, records_behind=12)
+    for part in ("2 of 3 shards", "12 behind standby", "Processes where they run, or how they ended l0 on node-7"):
+        assert part in behind
+    assert "in step standby" in text_with(silent_s=0.2, records_behind=0)
+    assert "silent 9.0 s, 3 behind standby" in text_with(silent_s=9.0, records_behind=3)
 
 
 def test_curves_are_drawn(rendered: Callable[..., str]) -> None:

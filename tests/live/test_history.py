@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_diloco.live.history import MAX_EVENTS, MAX_ROWS, Curves, Events, sentence
 from lightning_diloco.live.watch import Watch
 from lightning_diloco.syncer.status.progress import progress
+from lightning_diloco.syncer.status.publisher import TOLD
 from tests.live.told import START, learner, status
 
 
@@ -71,21 +72,19 @@ def test_the_death_of_a_process_has_the_level_bad() -> None:
 
 
 def test_every_shown_event_has_a_sentence() -> None:
-    fields = {"t": START, "learner": "l0", "incarnation": 2, "reason": "finished", "silent_s": 1.0, "text": "no",
-              "eval_loss": 2.5}  # fmt: skip
-    told = (
-        "seeded",
-        "join",
-        "leave",
-        "lapse",
-        "return",
-        "rejected",
-        "suspended",
-        "resumed",
-        "regenerated",
-        "evaluated",
+    fields = {
+        "t": START, "learner": "l0", "incarnation": 2, "reason": "finished", "silent_s": 1.0, "text": "no",
+        "eval_loss": 2.5, "fragment": 1, "for_s": 2.0, "snapshot_lsn": 40, "num_records": 1, "address": "b:4000",
+        "primary": "a:4000", "reign": 2, "standby": "c:4000", "shard": 1,
+    }  # fmt: skip
+    told = {event: sentence({**fields, "event": event}) for event in TOLD}
+    assert None not in told.values(), told
+    assert told["restored"] == ("info", "the syncer started with its state on disk: a snapshot and 1 record of the log")
+    assert told["took over"] == ("warn", "the syncer at b:4000 took over from a:4000, takeover 2 of the run")
+    assert sentence({**fields, "event": "restored", "snapshot_lsn": None, "num_records": 3}) == (
+        "info",
+        "the syncer started with its state on disk: 3 records of the log",
     )
-    assert all(sentence({**fields, "event": event}) for event in told)
     assert sentence({**fields, "event": "join"}) == ("good", "l0 joined again, as incarnation 2")
     assert sentence({**fields, "event": "evaluated", "eval_loss": None}) == (
         "warn",

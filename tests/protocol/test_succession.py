@@ -1,4 +1,4 @@
-"""The rules of primary and standby, and a search for schedules in which both serve."""
+"""The rules of primary and standby, and a search for schedules in which both serve, or neither does."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_diloco.protocol.syncer import succession as rules
 from lightning_diloco.protocol.syncer.succession import Fleets, Primary, Standby
 
 HEARTBEAT_S, TICK_S, AGAIN_S = 1.0, 0.25, 0.5
+HEALED_S = 60.0
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules
@@ -166,7 +167,7 @@ class PrimaryMachine:
 
 @dataclass
 class World:
-    """Two syncers and learners in virtual time, on a network that is cut at random.
+    """Two syncers and learners in virtual time; syncers are killed and started, and the network is cut, at random.
 
     A call takes up to CALL_S, or fails after it. Learners dial as `learner/rotation.py` does. Some worlds have slow
     calls, some are calmer than others, and in some the fleet changes.
@@ -180,6 +181,7 @@ class World:
     is_alone: bool = False
     has_taken_over: bool = False
     was_told: bool = False
+    is_healed: bool = False
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -208,26 +210,54 @@ class World:
     def run(self, until_s: float) -> None:
         while self._queue and not (self.is_alone and self.has_taken_over):
             self._queue.sort()
-            at_s, _, do = self._queue.pop(0)
-            if at_s > until_s:
+            if self._queue[0][0] > until_s:
                 return
-            self.now_s = at_s
+            self.now_s, _, do = self._queue.pop(0)
             do()
+
+    def heal(self) -> None:
+        """Start both syncers, mend all connections, and let neither them nor the fleet change any more."""
+        self.is_healed = True
+        self._mend()
+
+    def _mend(self) -> None:
+        self.cut = set()
+        for syncer in sorted(self.down):
+            self._start(syncer)
+
+    def _start(self, syncer: str) -> None:
+        """Start a syncer again, with what it has on disk."""
+        self.down.remove(syncer)
+        if syncer == "P":
+            self.primary = PrimaryMachine(self.log, self.now_s)
+        else:
+            self.standby = Standby()
+
+    @property
+    def serving(self) -> set[str]:
+        """The syncers that announce decisions."""
+        primary = not self.was_told and (self.is_alone or not self.primary.is_waiting)
+        found = {"P": primary, "S": self.has_taken_over}
+        return {syncer for syncer, serves in found.items() if serves and syncer not in self.down}
 
     def _reaches(self, a: str, b: str) -> bool:
         return not {a, b} & self.down and frozenset((a, b)) not in self.cut
 
     def _disturb(self) -> None:
         """Cut or mend a connection, or stop or start a syncer."""
+        if self.is_healed:
+            return
         nodes = ["P", "S", *self.names]
-        if self._random.random() < 0.3:
-            self.down ^= {"P"}
-            if "P" not in self.down:
-                self.primary = PrimaryMachine(self.log, self.now_s)
+        if self._random.random() < 0.4:
+            syncer = self._random.choice("PPS")
+            if syncer in self.down:
+                self._start(syncer)
+            else:
+                self.down.add(syncer)
         else:
             self.cut ^= {frozenset(self._random.sample(nodes, 2))}
         if self._random.random() < 0.1:
-            self.cut, self.down = set(), set()
+            self._mend()
         self.after(self._random.expovariate(1 / self.calm_s), self._disturb)
 
     def _call(self, a: str, b: str, arrives: Callable[[], bool], ends: Callable[[bool], None]) -> None:
@@ -246,6 +276,8 @@ class World:
 
     def _change_fleet(self) -> None:
         """Let the primary handle an event with one to three records."""
+        if self.is_healed:
+            return
         if "P" not in self.down and not (self.primary.is_waiting or self.is_alone or self.was_told):
             fleets, fleet = [], set(self.log[-1])
             for name in self._random.choices(self.names, k=self._random.randint(1, 3)):
@@ -256,7 +288,7 @@ class World:
 
     def _follow(self) -> None:
         """Let the standby report its records and copy new ones."""
-        sent_s, num_copied = self.now_s, self.num_copied
+        sent_s, num_copied, process = self.now_s, self.num_copied, self.standby
         counts, newest = False, num_copied
 
         def arrives() -> bool:
@@ -268,7 +300,7 @@ class World:
             return True
 
         def ends(is_answered: bool) -> None:
-            if is_answered and not self.has_taken_over:
+            if is_answered and not self.has_taken_over and self.standby is process:
                 self.num_copied = newest
                 if counts:
                     self.standby.answered(sent_s, self.now_s)
@@ -305,7 +337,7 @@ class World:
         primary = self.primary
         if "P" not in self.down and not self.was_told and primary.rule.may_continue_alone(primary.fleets, self.now_s):
             self.is_alone = True
-        if self.standby.may_take_over(self.log[self.num_copied - 1], self.now_s):
+        if "S" not in self.down and self.standby.may_take_over(self.log[self.num_copied - 1], self.now_s):
             if not self.has_taken_over:
                 self._tell()
             self.has_taken_over = True
@@ -318,7 +350,11 @@ class World:
             self.was_told = True
             return True
 
-        self._call("S", "P", arrives, lambda is_answered: None if is_answered else self.after(2.0, self._tell))
+        self._call("S", "P", arrives, lambda is_answered: self._told(is_answered=is_answered))
+
+    def _told(self, *, is_answered: bool) -> None:
+        if not is_answered:
+            self.after(2.0, self._tell)
 
 
 def outcome(seed: int) -> str:
@@ -344,7 +380,43 @@ def test_no_schedule_makes_both_syncers_serve() -> None:
 def test_the_search_detects_weaker_rules(monkeypatch: pytest.MonkeyPatch, weaker: dict[str, float]) -> None:
     for name, value in weaker.items():
         monkeypatch.setattr(rules, name, value)
-    assert any(outcome(seed) == "both" for seed in range(200))
+    assert any(outcome(seed) == "both" for seed in range(1000))
+
+
+def serves_in_the_end(seed: int, kind: type[World] = World) -> bool:
+    """Return whether exactly one syncer serves, and answers all learners, some time after all faults have ended."""
+    world = kind(num_learners=1 + seed % 5, seed=seed)
+    world.run(100.0)
+    world.heal()
+    world.run(100.0 + HEALED_S)
+    are_answered = all(world.now_s - answered_s < 2 * rules.CALL_S for answered_s in world.answered_s.values())
+    return len(world.serving) == 1 and are_answered and set(world.dials.values()) == world.serving
+
+
+@pytest.mark.seconds
+def test_one_syncer_serves_when_all_faults_have_ended() -> None:
+    assert [seed for seed in range(500) if not serves_in_the_end(seed)] == []
+
+
+class Forgets(World):
+    """A standby that has taken over is a standby again after a restart."""
+
+    def _start(self, syncer: str) -> None:
+        super()._start(syncer)
+        self.has_taken_over &= syncer != "S"
+
+
+class TellsOnce(World):
+    """The former primary is told of a takeover only once."""
+
+    def _told(self, *, is_answered: bool) -> None:
+        pass
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", [Forgets, TellsOnce])
+def test_the_search_detects_runs_that_stay_stuck(kind: type[World]) -> None:
+    assert not all(serves_in_the_end(seed, kind) for seed in range(200))
 
 
 def of_the_machine(fleets: Fleets, fleet: Fleet, changed: Fleet = frozenset()) -> Fleets:

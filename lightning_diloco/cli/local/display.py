@@ -21,6 +21,7 @@ from rich.text import Text
 
 from lightning_diloco.cli.local.feed import Status
 from lightning_diloco.cli.text.printable import printable
+from lightning_diloco.live.history import sentence
 from lightning_diloco.plots.style import quantity
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _STYLES = {
     "lapsed": "red",
     "left": "dim",
 }
-_NUM_WAITS_LIVE = 4
+_NUM_WAITS_LIVE, _NUM_EVENTS = 4, 8
 _REDRAW_S = 0.25
 _SILENT_S = 3.0
 _LARGE_NATS = 20.0
@@ -212,6 +213,13 @@ def wait_lines(status: Status) -> Iterator[str]:
         since = "" if wait["since_s"] is None else f" for {wait['since_s']:.1f} s"
         until = "" if wait["until_s"] is None else f", at most {wait['until_s']:.1f} s more"
         yield f"{wait['what']}: waiting for {', '.join(wait['for']) or 'nobody'}{since}{until}; then: {wait['then']}"
+
+
+def event_lines(status: Status) -> Iterator[str]:
+    """Yield a line for each of the latest events, with its time."""
+    shown = [(event["t"], told[1]) for event in printable(status)["recent"] if (told := sentence(event)) is not None]
+    for t, text in shown[-_NUM_EVENTS:]:
+        yield f"{time.strftime('%H:%M:%S', time.localtime(t))} {text}"
 
 
 def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:

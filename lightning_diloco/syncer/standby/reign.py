@@ -39,6 +39,11 @@ def begin_reign(run_dir: Path, last_lsn: int) -> int:
     return int(file.read_text())
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Return whether this syncer's reign has begun; False for one that is about to take over."""
+    return (run_dir / _AFTER).exists()
+
+
 def forget_reign_after(run_dir: Path) -> None:
     """Forget when this reign began: this directory becomes a standby's."""
     (run_dir / _AFTER).unlink(missing_ok=True)

@@ -30,9 +30,10 @@ from lightning_diloco.transport.base import Json
 log = logging.getLogger(__name__)
 
 NUM_RECENT = 100
-_TOLD = (
+TOLD = (
     "seeded", "join", "leave", "lapse", "return", "rejected", "refused", "quarantine", "release", "suspended",
-    "resumed", "regenerated", "evaluated",
+    "resumed", "regenerated", "evaluated", "stood still", "restored", "took over", "standby joined", "standby lost",
+    "shard away", "shard back",
 )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ class StatusPublisher:
 
     def noted(self, event: str, fields: Mapping[str, object], *, late_s: float = 0.0) -> None:
         """Keep an event in `recent` if it is of interest to users; it happened `late_s` seconds ago."""
-        if event in _TOLD:
+        if event in TOLD:
             self._recent.append({"number": next(self._numbers), "t": time.time() - late_s, "event": event, **fields})
 
     def merged(self, sessions: tuple[str, ...], cosines: tuple[float, ...]) -> None:

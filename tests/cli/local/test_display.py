@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_diloco.cli.local.display import Screen, status_lines, status_view, summary_view, wait_lines
+from lightning_diloco.cli.local.display import Screen, event_lines, status_lines, status_view, summary_view, wait_lines
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -82,6 +82,13 @@ def test_the_table_shows_the_run() -> None:
     for part in ("run gpt", "training: 13 commits, versions 4..5 of 3 fragments, quorum 1", "2.5 MB received"):
         assert part in text
     assert "61.44k tokens, participation 97.5 %, goodput -" in text
+
+
+def test_the_latest_events_are_shown_with_their_times() -> None:
+    told = [{"number": k, "t": 1_700_000_000.0 + k, "event": "return", "learner": f"l{k}"} for k in range(20)]
+    lines = list(event_lines(status(recent=[*told, {"t": 1_700_000_020.0, "event": "unknown"}])))
+    assert [line.partition(" ")[2] for line in lines] == [f"l{k} is back" for k in range(12, 20)]
+    assert all(line[2] == line[5] == ":" for line in lines)
 
 
 def test_a_run_that_has_not_begun_shows_what_it_waits_for() -> None:
