@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page
 from lightning_diloco.cli.verbs import add_verb
-from lightning_diloco.errors import ConfigError, RemoteError
+from lightning_diloco.errors import ConfigError, RemoteError, TransportError
 from lightning_diloco.storage.local_runs import last_summary
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "status", about, _EXAMPLE)
     parser.add_argument("target", metavar="DIR|HOST:PORT|diloco://...", help="run directory, address or join string")
     parser.add_argument(
-        "--join", metavar="JOIN", help="join string with the token for HOST:PORT (default: DILOCO_JOIN)"
+        "--join", metavar="JOIN", help="join string or file with the token for HOST:PORT (default: DILOCO_JOIN)"
     )
     parser.add_argument("--json", action="store_true", help="print the JSON that the syncer sent")
     parser.add_argument("--watch", action="store_true", help="print again every second until the run is finished")
@@ -52,7 +53,6 @@ def call(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.local.display import event_lines, status_view, summary_view
-    from lightning_diloco.cli.local.feed import asking
     from lightning_diloco.cli.ray.files import places
 
     console, run_dir = Console(), Path(arguments.target)
@@ -71,8 +71,9 @@ def call(arguments: argparse.Namespace) -> int:
         show_end(summary)
         return 0
     join = run_dir / "join" if run_dir.is_dir() else None
-    with asking(address(arguments), join) as fetch:
-        show(status := fetch())
+    with ExitStack() as open_calls:
+        fetch, status = _answered(address(arguments), join, open_calls)
+        show(status)
         while arguments.watch and status["state"] != "finished":
             if (status := _next(fetch, run_dir)) is None:
                 break
@@ -80,6 +81,29 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.watch and (summary := last_summary(run_dir)):
         show_end(summary)
     return 0
+
+
+def _answered(where: JoinAddress, join: Path | None, open_calls: ExitStack) -> tuple[Fetch, Status]:
+    """Return the state of the run, and the function that fetches it; from the standby if only that one serves.
+
+    Raises:
+        RemoteError: neither of them serves the run.
+    """
+    from lightning_diloco.cli.local.feed import asking
+
+    fetch = open_calls.enter_context(asking(where, join))
+    try:
+        return fetch, fetch()
+    except TransportError as error:
+        if where.standby is None:
+            raise
+        fetch = open_calls.enter_context(asking(where.swapped(), join))
+        try:
+            status = fetch()
+        except RemoteError as refusal:
+            raise TransportError(f"{error}; its standby: {refusal}") from error
+    print(f"{where.host_port} does not serve the run; its standby at {where.standby} does", file=sys.stderr)
+    return fetch, status
 
 
 def _next(fetch: Fetch, run_dir: Path) -> Status | None:
@@ -124,7 +148,7 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     Raises:
         ConfigError: the target is not valid, or there is no token for it.
     """
-    from lightning_diloco.transport.address import SCHEME, JoinAddress, read_join_file, split_host_port
+    from lightning_diloco.transport.address import SCHEME, JoinAddress, given_address, read_join_file, split_host_port
 
     target: str = arguments.target
     if target.startswith(f"{SCHEME}://"):
@@ -134,13 +158,13 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     if ":" not in target:
         raise ConfigError(f"{target!r}: not a folder, HOST:PORT or {SCHEME}://...; give the run directory")
     host, port = split_host_port(target)
-    join = arguments.join or os.environ.get("DILOCO_JOIN")
-    if not join:
+    if not (join := arguments.join or os.environ.get("DILOCO_JOIN")):
         raise ConfigError(
             f"{target}: an address needs a token; set DILOCO_JOIN to the join string in RUN_DIR/join, "
             "or pass it with --join"
         )
-    return dataclasses.replace(JoinAddress.parse(join), host=host, port=port)
+    known = given_address(join) if arguments.join else JoinAddress.parse(join)
+    return dataclasses.replace(known, host=host, port=port)
 
 
 def _print_json(content: Any) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
+import struct
 import tempfile
 from pathlib import Path
 
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -20,6 +23,19 @@ def memory_here() -> int:
 def cores_here() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def interface_of(ip: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address; None if it is not found (Linux only)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address, or this is not Linux
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
 
 
 def private_folder() -> Path:

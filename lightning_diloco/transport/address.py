@@ -135,6 +135,15 @@ class JoinAddress:
         return self.redacted()
 
 
+def given_address(text: str) -> JoinAddress:
+    """Parse a join string, or read the join file if the text is a path.
+
+    Raises:
+        ConfigError: see `JoinAddress.parse` and `read_join_file`.
+    """
+    return read_join_file(text) if text and "://" not in text else JoinAddress.parse(text)
+
+
 def redact(text: str) -> str:
     """Remove the token from a text that starts with a join string."""
     if not text.strip().startswith(f"{SCHEME}://"):

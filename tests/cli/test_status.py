@@ -17,7 +17,8 @@ from lightning_diloco.cli import status
 from lightning_diloco.cli.local import feed
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.status import PATIENCE_S, address
-from lightning_diloco.errors import RemoteError
+from lightning_diloco.errors import RemoteError, StandbyError, TransportError
+from lightning_diloco.transport.address import JoinAddress
 
 JOIN = "diloco://127.0.0.1:7654/run#secret," + "0" * 64
 Watched = Callable[..., tuple[int, list[Any]]]
@@ -41,10 +42,14 @@ def test_status_asks_the_syncer_of_a_run_directory(tmp_path: Path) -> None:
     assert address(namespace(JOIN)).join_string() == JOIN
 
 
-def test_status_of_an_address_takes_the_token_from_option_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_an_address_takes_the_token_from_option_or_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DILOCO_JOIN", JOIN)
     assert address(namespace("10.0.0.1:99")).join_string() == "diloco://10.0.0.1:99/run#secret," + "0" * 64
     assert address(namespace("10.0.0.1:99", JOIN.replace("secret", "other"))).token == "other"
+    (tmp_path / "join").write_text(JOIN.replace("secret", "in-a-file"))
+    assert address(namespace("10.0.0.1:99", str(tmp_path / "join"))).token == "in-a-file"
 
 
 def test_status_of_an_address_without_a_token_names_the_source_of_the_token(
@@ -62,6 +67,50 @@ def test_status_of_a_target_that_is_not_a_run_is_an_error(
     monkeypatch.chdir(tmp_path)
     assert main(["status", target]) == 2
     assert capsys.readouterr().err.startswith("diloco: ")
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, Callable[[], dict[str, str]]]:
+    """Return what the syncers at ports 7654 and 7655 do when they are asked; without an entry, nothing answers."""
+    (tmp_path / "join").write_text(JOIN.replace("7654", "7654,127.0.0.1:7655"))
+    do: dict[int, Callable[[], dict[str, str]]] = {}
+
+    @contextmanager
+    def asking(where: JoinAddress, join: Path | None = None) -> Iterator[Callable[[], dict[str, str]]]:
+        def fetch() -> dict[str, str]:
+            if where.port not in do:
+                raise TransportError(f"nothing answers at port {where.port}")
+            return do[where.port]()
+
+        yield fetch
+
+    monkeypatch.setattr(feed, "asking", asking)
+    return do
+
+
+@pytest.mark.parametrize("words", [("--json",), ("--json", "--watch")])
+def test_status_of_a_run_whose_standby_has_taken_over(
+    pair: dict[int, Callable[[], dict[str, str]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    pair[7655] = lambda: {"state": "finished"}
+    assert main(["status", str(tmp_path), *words]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"state": "finished"}
+    assert printed.err.startswith("127.0.0.1:7654 does not serve the run; its standby at 127.0.0.1:7655 does")
+
+
+def test_status_names_both_problems_if_neither_serves(
+    pair: dict[int, Callable[[], dict[str, str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> dict[str, str]:
+        raise StandbyError("it is the standby")
+
+    pair[7655] = refuse
+    assert main(["status", str(tmp_path)]) == 2
+    assert "nothing answers at port 7654; its standby: it is the standby" in capsys.readouterr().err
 
 
 class Syncer:

@@ -2,19 +2,22 @@
 
 1. At a learner's site, DILOCO_JOIN (or --join) names the run. Each check prints a finding, and most checks pass or
    fail. If a check fails, the exit code is 1.
-2. With a recipe, the measured link is compared with the recipe's traffic, by the forecast of `diloco plan`.
-3. On the syncer's machine, without a join string, it prints the options of `diloco plan` that describe the machine.
+2. The syncer, each of its shards and its standby must be reachable. If the standby has taken over, it is the syncer.
+3. With a recipe, the slowest measured link is compared with the recipe's traffic, by the forecast of `diloco plan`.
+4. On the syncer's machine, without a join string or with --run-dir alone, it prints the options of `diloco plan` that
+   describe the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +27,19 @@ from lightning_diloco.cli import recipes
 from lightning_diloco.cli.plan import forecast_of
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import PROTOCOL_VERSION
-from lightning_diloco.errors import ConfigError, DiLoCoError
-from lightning_diloco.process.machine import cores_here, memory_here
-from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.errors import ConfigError, DiLoCoError, RestoringError, StandbyError
+from lightning_diloco.process.machine import cores_here, interface_of, memory_here
+from lightning_diloco.transport.address import JoinAddress, given_address, placed
 
 if TYPE_CHECKING:
-    from lightning_diloco.cli.sites.measure import Rate, Way
+    from lightning_diloco.cli.sites.measure import Link
 
 _EXAMPLE = """examples:
   DILOCO_JOIN=$(cat join) diloco doctor llama/1b
   diloco doctor --run-dir runs/mine"""
 SKEW_S = 60.0  # certificates and logs hold times
 _REACH_S = 10.0
+_ANSWER_S = 5.0  # of a shard or a standby
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +62,14 @@ def add_parser(verbs: Any) -> None:
     about = "check whether this machine can take part in a run: link, token, clock, versions, memory, disk"
     parser = add_verb(verbs, "doctor", about, _EXAMPLE)
     parser.add_argument("target", nargs="?", metavar="RECIPE", help="a YAML recipe, whose traffic is compared")
-    parser.add_argument("--join", metavar="JOIN", help="join string (default: DILOCO_JOIN; without: the syncer's side)")
     parser.add_argument(
-        "--run-dir", type=Path, default=Path(), metavar="DIR", help="folder whose disk is measured (this one)"
+        "--join", metavar="JOIN", help="join string, or a file with it (default: DILOCO_JOIN; without: syncer's side)"
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder whose disk is measured (default: this one); without --join and RECIPE: the syncer's side",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(call=call)
@@ -68,15 +77,16 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Print the findings; return 1 if a check fails."""
-    if not arguments.run_dir.is_dir():
-        raise ConfigError(f"--run-dir {arguments.run_dir}: no such folder; name one on the disk to measure")
+    run_dir = arguments.run_dir or Path()
+    if not run_dir.is_dir():
+        raise ConfigError(f"--run-dir {run_dir}: no such folder; name one on the disk to measure")
     recipe = None if arguments.target is None else recipes.resolve(arguments.target)
     if recipe is not None and recipe.suffix == ".py":
         raise ConfigError(f"{recipe} is a script; only a YAML recipe can be read without running it")
-    join = arguments.join or os.environ.get("DILOCO_JOIN")
-    if join is None and recipe is not None:
+    address = _address(arguments)
+    if address is None and recipe is not None:
         raise ConfigError("a recipe's traffic is compared with the link to a syncer; set DILOCO_JOIN or --join")
-    found = _syncer(arguments.run_dir) if join is None else _learner(JoinAddress.parse(join), recipe, arguments.run_dir)
+    found = _syncer(run_dir) if address is None else _learner(address, recipe, run_dir)
     checks: list[Check] = []
     for check in found:
         checks.append(check)
@@ -86,6 +96,16 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"checks": [asdict(check) for check in checks], "is_good": is_good}, indent=2))
     return 0 if is_good else 1
+
+
+def _address(arguments: argparse.Namespace) -> JoinAddress | None:
+    """Return the address of the run at a learner's site; None on the syncer's machine."""
+    if arguments.join is not None:
+        return given_address(arguments.join)
+    if arguments.run_dir is not None and arguments.target is None:
+        return None
+    join = os.environ.get("DILOCO_JOIN")
+    return None if join is None else JoinAddress.parse(join)
 
 
 def _print(check: Check) -> None:
@@ -99,42 +119,83 @@ def _syncer(run_dir: Path) -> Iterator[Check]:
 
     cores, memory = cores_here(), measure.memory_bytes_per_s(cores_here())
     disk = measure.disk_bytes_per_s(run_dir)
-    yield from _machine(run_dir)
+    yield from _machine(run_dir, memory)
     options = f"--syncer-cores {cores} --syncer-memory-rate {memory / 1e9:.0f}GB --disk-rate {disk / 1e6:.0f}MB"
     yield Check("for diloco plan", options)
 
 
 def _learner(address: JoinAddress, recipe: Path | None, run_dir: Path) -> Iterator[Check]:
-    """Yield the checks of a learner's site; if the syncer cannot be reached, later checks are left out."""
-    from lightning_diloco.cli.sites.measure import Way
+    """Yield the checks of a learner's site; if no syncer serves the run, later checks are left out."""
+    from lightning_diloco.cli.sites import measure
+
+    yield from _machine(run_dir, measure.memory_bytes_per_s(cores_here()))
+    checks, status = _syncer_at(address)
+    other = address.standby
+    if status is None and other is not None:  # has the standby taken over?
+        more, status = _syncer_at(address.swapped())
+        if status is None:
+            checks.append(Check("standby", more[-1].found, is_good=False))
+        else:
+            told = f"{checks[-1].found}; the run is served at {other} instead, and learners use that"
+            checks, address, other = [Check("first address", told), *more], address.swapped(), None
+    yield from checks
+    if status is None:
+        return
+    if other := (status.get("standby") or {}).get("address") or other:
+        yield _standby(placed(address, other))
+    yield from _links(address, status.get("shards", ()), recipe)
+
+
+def _machine(run_dir: Path, memory_bytes_per_s: float) -> Iterator[Check]:
+    free = shutil.disk_usage(run_dir).free
+    memory = f"{memory_here() / 2**30:.0f} GiB of memory at {memory_bytes_per_s / 1e9:.1f} GB/s"
+    yield Check("this machine", f"{cores_here()} cores, {memory}")
+    yield Check("disk", f"{free / 2**30:.0f} GiB free in {run_dir.resolve()}")
+
+
+def _syncer_at(address: JoinAddress) -> tuple[list[Check], dict[str, Any] | None]:
+    """Return the checks of the syncer at this address, and its status; None if it does not serve the run."""
     from lightning_diloco.transport.flight import FlightConnection
 
-    yield from _machine(run_dir)
     try:
-        with socket.create_connection((address.host, address.port), timeout=_REACH_S) as line:
-            here, there = line.getsockname()[0], line.getpeername()[0]
+        checks = [Check("syncer", _reached(address, _REACH_S), is_good=True)]
     except OSError as error:
-        yield Check("syncer", f"{address.host}:{address.port} cannot be reached: {error}", is_good=False)
-        return
-    yield Check("syncer", f"{address.host}:{address.port} at {there}, reached from {here}", is_good=True)
+        return [Check("syncer", f"{address.host_port} cannot be reached: {error}", is_good=False)], None
     connection = FlightConnection(address)
     try:
         began_s = time.time()
         status = connection.status()
         middle_s = (began_s + time.time()) / 2
-        yield Check("token and certificate", "accepted", is_good=True)
-        yield from _agreement(status, middle_s)
-        yield from _link(Way(connection), recipe)
     except DiLoCoError as error:
-        yield Check("syncer's answer", str(error), is_good=False)
+        return [*checks, Check("syncer's answer", str(error), is_good=False)], None
     finally:
         connection.close()
+    return [*checks, Check("token and certificate", "accepted", is_good=True), *_agreement(status, middle_s)], status
 
 
-def _machine(run_dir: Path) -> Iterator[Check]:
-    free = shutil.disk_usage(run_dir).free
-    yield Check("this machine", f"{cores_here()} cores, {memory_here() / 2**30:.0f} GiB of memory")
-    yield Check("disk", f"{free / 2**30:.0f} GiB free in {run_dir.resolve()}")
+def _reached(address: JoinAddress, within_s: float) -> str:
+    """Connect, and return where to and where from. Raises `OSError`."""
+    with socket.create_connection((address.host, address.port), timeout=within_s) as line:
+        here, there = line.getsockname()[0], line.getpeername()[0]
+    name = interface_of(here)
+    return f"{address.host_port} at {there}, reached from {here}" + (f" ({name})" if name else "")
+
+
+def _standby(address: JoinAddress) -> Check:
+    """Check that the standby answers; it refuses to serve, as long as the syncer does."""
+    from lightning_diloco.transport.flight import FlightConnection
+
+    connection = FlightConnection(address, control_deadline_s=_ANSWER_S)
+    try:
+        reached = _reached(address, _ANSWER_S)
+        with contextlib.suppress(StandbyError, RestoringError):
+            connection.status()
+    except (OSError, DiLoCoError) as error:
+        found = f"{address.host_port} does not answer; a learner here cannot go on if the syncer fails: {error}"
+        return Check("standby", found, is_good=False)
+    finally:
+        connection.close()
+    return Check("standby", reached, is_good=True)
 
 
 def _agreement(status: dict[str, Any], here_s: float) -> Iterator[Check]:
@@ -148,27 +209,58 @@ def _agreement(status: dict[str, Any], here_s: float) -> Iterator[Check]:
     yield Check("run", f"{status['state']}, {len(status['learners'])} learners")
 
 
-def _link(way: Way, recipe: Path | None) -> Iterator[Check]:
-    round_trip_s = way.round_trip_s()
-    yield Check("round trip", f"{1e3 * round_trip_s:.1f} ms")
-    up, down = way.up(), way.down()
-    for name, rate in (("up", up), ("down", down)):
-        yield Check(name, f"{8e-6 * rate.bytes_per_s:.0f} Mbit/s with {rate.num_streams} stream(s)")
+def _links(address: JoinAddress, shards: Sequence[dict[str, Any]], recipe: Path | None) -> Iterator[Check]:
+    """Measure the links to the syncer and to each shard, and compare the slowest with the recipe's traffic."""
+    try:
+        links = [_link(address, _REACH_S)]
+    except DiLoCoError as error:
+        yield Check("syncer's answer", str(error), is_good=False)
+        return
+    yield Check("round trip", f"{1e3 * links[0].round_trip_s:.1f} ms")
+    for way, rate in (("up", links[0].up), ("down", links[0].down)):
+        yield Check(way, f"{8e-6 * rate.bytes_per_s:.0f} Mbit/s with {rate.num_streams} stream(s)")
+    for shard in shards:
+        name, place = f"shard {shard['shard']}", shard.get("address")
+        if not place:
+            yield Check(name, "the syncer does not say where it listens; learners wait for it", is_good=False)
+            continue
+        try:
+            links.append(link := _link(placed(address, place), _ANSWER_S))
+        except DiLoCoError as error:
+            yield Check(name, str(error), is_good=False)
+            continue
+        up, down = (f"{8e-6 * rate.bytes_per_s:.0f} Mbit/s" for rate in (link.up, link.down))
+        found = f"{placed(address, place).host_port}: round trip {1e3 * link.round_trip_s:.1f} ms, up {up}, down {down}"
+        yield Check(name, found, is_good=True)
     if recipe is not None:
-        yield from _traffic(recipe, round_trip_s, min(up, down, key=lambda rate: rate.bytes_per_s))
+        yield from _traffic(recipe, links)
 
 
-def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
-    """Compare the recipe's traffic with the link."""
+def _link(address: JoinAddress, within_s: float) -> Link:
+    """Measure the link to the syncer or a shard, which must answer within this time. Raises `DiLoCoError`."""
+    from lightning_diloco.cli.sites.measure import Way
+    from lightning_diloco.transport.flight import FlightConnection
+
+    connection = FlightConnection(address, control_deadline_s=within_s)
+    try:
+        connection.status()
+        return Way(connection).measured()
+    finally:
+        connection.close()
+
+
+def _traffic(recipe: Path, links: Sequence[Link]) -> Iterator[Check]:
+    """Compare the recipe's traffic with the slowest link."""
     from lightning_diloco.planner.bandwidth import LINK_SHARE
     from lightning_diloco.planner.fixes import cheapest_fix
     from lightning_diloco.planner.plan import OVERLAP, gib
 
+    slowest_bytes_per_s = min(rate.bytes_per_s for link in links for rate in (link.up, link.down))
     # The measured rate is that of streams, including the syncer's link. The forecast takes a share of a link's rate.
     machines = {
-        "link_bps": 8 * rate.bytes_per_s / LINK_SHARE,
+        "link_bps": 8 * slowest_bytes_per_s / LINK_SHARE,
         "syncer_link_bps": float("inf"),
-        "rtt_s": round_trip_s,
+        "rtt_s": max(link.round_trip_s for link in links),
     }
     _, found = forecast_of(recipe, machines)
     exchange, step_s = found.exchange, found.scenario.fleet.step_s

@@ -45,8 +45,17 @@ class Rate:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A measured link: median round trip, and the rate in each direction."""
+
+    round_trip_s: float
+    up: Rate
+    down: Rate
+
+
 class Way:
-    """The link to a syncer.
+    """The link to a syncer or a shard.
 
     Args:
         connection: used by several threads at once.
@@ -56,17 +65,10 @@ class Way:
         self._connection = connection
         self._header: Json = {"what": "probe", "session": f"doctor-{os.getpid()}"}
 
-    def round_trip_s(self) -> float:
-        """Return the median time of a call without a payload."""
-        return statistics.median(_timed(lambda: self._down(1)) for _ in range(_NUM_ROUND_TRIPS))
-
-    def up(self) -> Rate:
-        """Measure the rate to the syncer."""
-        return _rate(self._up)
-
-    def down(self) -> Rate:
-        """Measure the rate from the syncer."""
-        return _rate(self._down)
+    def measured(self) -> Link:
+        """Measure the median time of a call without a payload, and the rate in each direction."""
+        round_trip_s = statistics.median(_timed(lambda: self._down(1)) for _ in range(_NUM_ROUND_TRIPS))
+        return Link(round_trip_s, _rate(self._up), _rate(self._down))
 
     def _up(self, num_bytes: int) -> None:
         self._connection.put(Bulk(self._header, memoryview(bytes(num_bytes))), deadline_s=DEADLINE_S)

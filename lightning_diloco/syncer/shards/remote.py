@@ -108,8 +108,8 @@ class RemoteShard:
     def status(self) -> Json:
         """Return the part of the run's status about this shard."""
         away_s = None if self.is_attached else time.monotonic() - self._away_since_s
-        counted = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
-        return {"shard": self.part[0], "pid": self.pid, "away_s": away_s, **counted}
+        where = {"shard": self.part[0], "address": self.address, "pid": self.pid}
+        return {**where, "away_s": away_s, "bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
 
     def start(self, attach: Callable[[], ask.Attach], hear: Callable[[events.SyncerEvent], object]) -> None:
         """Start to attach.
