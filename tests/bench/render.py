@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, peers, quality, report, simulated, wide_area
+from tests.bench import (
+    fine_tuning,
+    fleets,
+    goodput_table,
+    outer_rules,
+    peers,
+    quality,
+    report,
+    simulated,
+    speeds,
+    wide_area,
+)
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -63,12 +74,11 @@ def _loss_by_participation(found: Results) -> str:
 
 def _goodput(found: Results) -> str:
     cells = found["cells"]
-    speeds = goodput_table.beside_published(found["two_speeds"])
     more = (
         goodput_table.residuals(cells),
         goodput_table.bands(found["half"], found["double"]),
         goodput_table.cubes(found["cubes"]),
-        speeds,
+        goodput_table.beside_published(found["two_speeds"]),
         found["scavenging"],
         found["real"],
         goodput_table.answers(cells),
@@ -198,6 +208,13 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         lambda found: (
             f"loss {_row(found, 'one is 10x slower, leased data')['against all']:+.1%}, or "
             f"{_row(found, 'one is 10x slower')['against all']:+.1%}"
+        ),
+    ),
+    "one of two learners is four times slower; the same tokens as two equal ones, three seeds": (
+        "speeds",
+        lambda found: (
+            f"loss {_row(found, speeds.UNEQUAL)['loss'] / _row(found, speeds.EQUAL)['loss'] - 1:+.1%}; each learner is "
+            f"idle for at most {max(_row(found, speeds.UNEQUAL)[f'idle, {who}'] for who in ('fast', 'slow')):.1%}"
         ),
     ),
     "training stands still for an exchange, 95 of 100": (
