@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_recipe_given_by_its_path_is_copied_beside_the_files(tmp_path: Path) -
     assert launch(str(own), "--engine", "slurm", "--learners", "2", "--to", str(tmp_path / "new")) == 0
     assert (tmp_path / "new" / "mine.yaml").read_bytes() == own.read_bytes()
     assert "RECIPE=mine.yaml\n" in (tmp_path / "new" / "learners.sh").read_text()
+
+
+def test_each_run_on_skypilot_has_a_bucket_of_its_own() -> None:
+    text = (ROOT / "recipes/launch/skypilot/learner.yaml").read_text()
+    usage = "\n".join(re.findall(r"^#   (.*)", text, re.MULTILINE))
+    stand_ins = 'ssh() { echo "diloco://10.0.0.1:7654,b:1/run-3f#to/k#en,00"; }; sky() { printf "%s\n" "$@"; }'
+    told = subprocess.run(["bash", "-euc", f"{stand_ins}\n{usage}"], capture_output=True, text=True, check=True).stdout
+    assert "--env\nRUN=run-3f\n" in told
+    task = yaml.safe_load(text)
+    assert task["envs"]["RUN"] is None, "a job without it is refused"
+    assert task["file_mounts"]["/files"]["name"] == "diloco-${RUN}"
 
 
 def test_the_files_are_not_listed_as_recipes() -> None:
