@@ -115,6 +115,20 @@ def test_each_run_on_skypilot_has_a_bucket_of_its_own() -> None:
     assert task["file_mounts"]["/files"]["name"] == "diloco-${RUN}"
 
 
+def test_kubernetes_restarts_no_process_for_which_a_restart_does_not_help() -> None:
+    folder = ROOT / "recipes/launch/jobset"
+    (learner,) = yaml.safe_load_all((folder / "learner.yaml").read_text())
+    (policy,) = learner["spec"]["failurePolicy"]["rules"]
+    assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    syncer = [part for part in yaml.safe_load_all((folder / "syncer.yaml").read_text()) if part["kind"] == "Job"]
+    for job in (syncer[0], learner["spec"]["replicatedJobs"][0]["template"]):
+        pod = job["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        first = job["spec"]["podFailurePolicy"]["rules"][0]
+        codes = {"containerName": container["name"], "operator": "In", "values": [2]}
+        assert (first["action"], first["onExitCodes"], pod["restartPolicy"]) == ("FailJob", codes, "Never")
+
+
 def test_the_files_are_not_listed_as_recipes() -> None:
     assert not [recipe.name for recipe in recipes.find() if recipe.name.startswith("launch")]
 

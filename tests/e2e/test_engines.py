@@ -213,7 +213,7 @@ def by_skypilot(folder: Path, name: str, join: str) -> tuple[list[str], dict[str
 
 
 def by_jobset(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
-    told = yaml.safe_load(text_of(folder, "jobset", "learner.yaml").replace("l0", name))
+    told = yaml.safe_load(text_of(folder, "jobset", "learner.yaml").replace("l0}", f"{name}}}"))
     (container,) = told["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     env = {each["name"]: each.get("value", join) for each in container["env"]}
     return [word.replace("$(RECIPE)", env["RECIPE"]) for word in container["command"]], env
