@@ -15,7 +15,7 @@ from lightning_diloco.cli.sites.launch import ENGINES, filled
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for engine in ENGINES for path in sorted((ROOT / "recipes/launch" / engine).iterdir())]
-FIELDS = {"recipe", "learners", "last", "devices", "syncer_cores", "syncer_memory"}
+FIELDS = {"recipe", "folder", "learners", "last", "devices", "syncer_cores", "syncer_memory"}
 
 
 def launch(*words: str) -> int:
@@ -34,7 +34,15 @@ def test_every_engine_has_files_and_every_field_is_known() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_file_that_is_filled_in_has_only_its_values_changed(path: Path) -> None:
-    values = {"recipe": "a/b", "learners": 64, "last": 63, "devices": 5, "syncer_cores": 96, "syncer_memory": 330}
+    values = {
+        "recipe": "a/b",
+        "folder": "own",
+        "learners": 64,
+        "last": 63,
+        "devices": 5,
+        "syncer_cores": 96,
+        "syncer_memory": 330,
+    }
     before, after = path.read_text().splitlines(), filled(path.read_text(), values).splitlines()
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):
@@ -44,7 +52,7 @@ def test_a_file_that_is_filled_in_has_only_its_values_changed(path: Path) -> Non
         else:
             value = str(values[field])
             assert value in new
-            assert re.sub(r"a/b|llama/1b|\d+", "", text) == re.sub(r"a/b|\d+", "", new.replace(value, "", 1))
+            assert re.sub(r"a/b|llama/1b|recipe$|\d+", "", text) == re.sub(r"a/b|\d+", "", new.replace(value, "", 1))
     if path.suffix == ".yaml":
         assert all(yaml.safe_load_all("\n".join(after)))
 
@@ -96,12 +104,36 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in tmp_path.iterdir()] == ["syncer.sh"]
 
 
-def test_a_recipe_given_by_its_path_is_copied_beside_the_files(tmp_path: Path) -> None:
-    own = tmp_path / "mine.yaml"
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_recipe_given_by_its_path_is_copied_under_a_name_that_needs_no_quotes(engine: str, tmp_path: Path) -> None:
+    own, new = tmp_path / "mine: a run's.yaml", tmp_path / "new"
     own.write_bytes((ROOT / "recipes/tiny/gpt.yaml").read_bytes())
-    assert launch(str(own), "--engine", "slurm", "--learners", "2", "--to", str(tmp_path / "new")) == 0
-    assert (tmp_path / "new" / "mine.yaml").read_bytes() == own.read_bytes()
-    assert "RECIPE=mine.yaml\n" in (tmp_path / "new" / "learners.sh").read_text()
+    assert launch(str(own), "--engine", engine, "--learners", "2", "--to", str(new)) == 0
+    assert (new / "recipe" / "mine--a-run-s.yaml").read_bytes() == own.read_bytes()
+    learners = next(new.glob("learner*")).read_text()
+    assert re.search(r"\b(RECIPE=|RECIPE: |value: )recipe/mine--a-run-s.yaml\n", learners)
+
+
+def test_a_recipe_of_the_working_directory_is_copied_because_other_machines_lack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_bytes((ROOT / "recipes/tiny/gpt.yaml").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert launch("mine", "--engine", "slurm", "--learners", "2", "--to", "new") == 0
+    assert (tmp_path / "new" / "recipe" / "mine.yaml").exists()
+    assert launch("tiny/gpt", "--engine", "slurm", "--learners", "2", "--to", "named") == 0
+    assert not (tmp_path / "named" / "recipe").exists()
+
+
+def test_a_configmap_is_made_only_for_a_recipe_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("tiny/gpt", "--engine", "jobset", "--learners", "2", "--to", str(tmp_path / "named")) == 0
+    assert "create configmap" not in capsys.readouterr().out
+    (tmp_path / "learner.yaml").write_bytes((ROOT / "recipes/tiny/gpt.yaml").read_bytes())
+    words = ("--engine", "jobset", "--learners", "2", "--to", str(tmp_path / "own"))
+    assert launch(str(tmp_path / "learner.yaml"), *words) == 0
+    assert "kubectl create configmap diloco-recipe --from-file=recipe\n" in capsys.readouterr().out
+    assert "kind: JobSet" in (tmp_path / "own" / "learner.yaml").read_text(), "although the recipe has the same name"
 
 
 def test_each_run_on_skypilot_has_a_bucket_of_its_own() -> None:
