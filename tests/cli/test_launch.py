@@ -6,12 +6,14 @@ import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from lightning_diloco.cli import recipes
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.sites.launch import ENGINES, filled
+from tests.cli.launch_schemas import KUBERNETES, SKYPILOT
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for engine in ENGINES for path in sorted((ROOT / "recipes/launch" / engine).iterdir())]
@@ -23,7 +25,7 @@ def launch(*words: str) -> int:
 
 
 def written(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in sorted(folder.iterdir()))
+    return "\n".join(path.read_text() for path in sorted(folder.iterdir()) if path.is_file())
 
 
 def test_every_engine_has_files_and_every_field_is_known() -> None:
@@ -134,6 +136,51 @@ def test_a_configmap_is_made_only_for_a_recipe_of_ones_own(tmp_path: Path, capsy
     assert launch(str(tmp_path / "learner.yaml"), *words) == 0
     assert "kubectl create configmap diloco-recipe --from-file=recipe\n" in capsys.readouterr().out
     assert "kind: JobSet" in (tmp_path / "own" / "learner.yaml").read_text(), "although the recipe has the same name"
+
+
+def faults(folder: Path) -> list[str]:
+    """Return what the schemas of its engine find in the YAML files of a folder."""
+    found = []
+    for path in sorted(folder.glob("*.yaml")):
+        for part in yaml.safe_load_all(path.read_text()):
+            schema = KUBERNETES[part["kind"]] if "kind" in part else SKYPILOT
+            errors = jsonschema.Draft202012Validator(schema).iter_errors(part)
+            found += [f"{path.name} {error.json_path}: {error.message}" for error in errors]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["skypilot", "jobset"])
+@pytest.mark.parametrize("recipe", [None, "mistral/12b-8gpu", "tiny/gpt", "recipes/tiny/gpt.yaml", "tiny/train.py"])
+def test_files_follow_the_schemas_of_their_engine(
+    engine: str, recipe: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = ROOT / "recipes/launch" / engine if recipe is None else tmp_path / "new"
+    if recipe is not None:
+        assert launch(recipe, "--engine", engine, "--learners", "2", "--to", str(folder)) == 0
+    assert faults(folder) == []
+    if recipe in ("tiny/gpt", "recipes/tiny/gpt.yaml"):
+        assert not re.search("accelerators|nvidia", written(folder)), "these train on CPUs"
+
+
+@pytest.mark.parametrize(
+    ("engine", "before", "after", "says"),
+    [
+        ("jobset", "maxRestarts:", "maxRestart:", "'maxRestart' was unexpected"),
+        ("jobset", "resources: {limits: {nvidia.com/gpu: 1}}", "resources: {limits: }", "None is not of type 'object'"),
+        ("jobset", "restartPolicy: Never", "restartPolicy: OnFailure", "'Never' was expected"),
+        ("skypilot", "use_spot: true", "spot: true", "'spot' was unexpected"),
+        ("skypilot", "RECIPE:", "recipe:", "'recipe' does not match"),
+    ],
+)
+def test_the_schemas_refuse_unknown_fields_and_null(
+    engine: str, before: str, after: str, says: str, tmp_path: Path
+) -> None:
+    text = (ROOT / "recipes/launch" / engine / "learner.yaml").read_text()
+    assert before in text
+    (tmp_path / "learner.yaml").write_text(text.replace(before, after))
+    (fault,) = faults(tmp_path)
+    assert says in fault
 
 
 def test_each_run_on_skypilot_has_a_bucket_of_its_own() -> None:
