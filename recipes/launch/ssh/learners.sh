@@ -13,11 +13,12 @@ start() {
         -p "EnvironmentFile=$(printf %q "$env")" diloco fit "$(printf %q "$RECIPE")"
 }
 
-action=$1
+action=$1 code=0
 for host in "${@:2}"; do
     case $action in
-    start) start "$host" || echo "$host: not started" >&2 ;;
+    start) start "$host" || { code=$? && echo "$host: not started" >&2; } ;;
     stop) ssh "$host" systemctl --user stop diloco-learner ;;
     *) echo "usage: $0 start|stop HOST..." >&2 && exit 2 ;;
     esac
 done
+exit $code
