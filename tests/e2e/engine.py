@@ -15,22 +15,23 @@ class Engine:
     """Starts commands, each in its own process group, and restarts them without limit.
 
     Args:
-        folder: folder in which they run and write `NAME.log`.
+        folder: folder in which they write `NAME.log`, and run unless they have another one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.codes: dict[str, list[int]] = {}
         self._folder = folder
-        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str], Path]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> None:
         """Start a command."""
-        self._commands[name] = command, env
+        cwd = cwd or self._folder
+        self._commands[name] = command, env, cwd
         own = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command, env={**own, **env}, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
+                command, env={**own, **env}, cwd=cwd, stdout=log, stderr=log, start_new_session=True
             )
 
     def look(self) -> bool:

@@ -1,7 +1,8 @@
 """Runs started by engines: by the contract alone, and by the files of every engine, with killed and preempted learners.
 
-The engines' own commands (ssh, systemd-run, scontrol) are stand-ins that run their arguments here. The syncer, the
-learners and the signals are real.
+The engines' own commands (ssh, scp, systemd-run, scontrol) are stand-ins that run their arguments here. Each learner
+runs in a folder of its own, with the files that its engine takes to its machine; those of SLURM share one. The syncer,
+the learners and the signals are real.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +49,7 @@ class Model(BoringModel):
 class UntilTold(Callback):
     def on_train_batch_end(self, trainer, *_):
         time.sleep(0.02)
-        trainer.should_stop = os.path.exists("stop")
+        trainer.should_stop = os.path.exists(os.environ.get("STOP", "stop"))
 
 
 trainer = L.Trainer(strategy="decoupled_diloco", accelerator="cpu", devices=1, max_epochs=-1, logger=False,
@@ -56,11 +59,21 @@ trainer.fit(Model())
 STRATEGY = '"decoupled_diloco"'
 SYSTEMD_RUN = """
 while [ "${1#-}" != "$1" ]; do
-    case $1 in -E) export "$2" && shift ;; -p) shift ;; esac
+    case $1 in
+    --user | --same-dir | --collect | --unit=*) ;;
+    -E) export "$2" && shift ;;
+    -p)
+        case $2 in
+        EnvironmentFile=/*) set -a && . "${2#*=}" && set +a || exit 1 ;;
+        Restart=* | RestartSec=* | RestartPreventExitStatus=* | TimeoutStopSec=*) ;;
+        *) echo "$2: an unknown property, or its path is not absolute" >&2 && exit 1 ;;
+        esac
+        shift
+        ;;
+    *) echo "$1: unknown" >&2 && exit 1 ;;
+    esac
     shift
 done
-set -a
-[ ! -f diloco.env ] || . ./diloco.env # EnvironmentFile
 exec "$@"
 """
 STAND_INS = {
@@ -68,7 +81,8 @@ STAND_INS = {
     "hostname": "echo 127.0.0.1",
     "curl": "echo 127.0.0.1",
     "scontrol": 'echo "$@" >>requeued && exit 143',
-    "ssh": 'shift; exec bash -c "$*"',
+    "ssh": 'mkdir -p "$MACHINES/$1" && cd "$MACHINES/$1" && shift && exec bash -c "$*"',
+    "scp": '[ "$1" = -qr ] && mkdir -p "$MACHINES/${3%:}" && cp -r "$2" "$MACHINES/${3%:}"',
     "systemd-run": SYSTEMD_RUN,
 }
 
@@ -94,7 +108,8 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 def base(folder: Path) -> dict[str, str]:
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    return {"PATH": path, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    places = {"STOP": str(folder / "stop"), "MACHINES": str(folder / "machines")}
+    return {"PATH": path, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", **places}
 
 
 def training(folder: Path) -> set[str]:
@@ -201,47 +216,81 @@ def text_of(folder: Path, engine: str, name: str) -> str:
     return text.replace("0.0.0.0:7654", "127.0.0.1:0").replace("/files", str(folder / "run"))
 
 
-def by_slurm(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
-    (folder / "slurm" / "here.sh").write_text(text_of(folder, "slurm", "learners.sh"))
-    return ["bash", "slurm/here.sh"], {"SLURM_ARRAY_TASK_ID": name[1:], "SLURM_JOB_ID": "77"}
+def by_slurm(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str], Path]:
+    shared = folder / "slurm"  # of all nodes
+    (shared / "here.sh").write_text(text_of(folder, "slurm", "learners.sh"))
+    return ["bash", "here.sh"], {"SLURM_ARRAY_TASK_ID": name[1:], "SLURM_JOB_ID": "77"}, shared
 
 
-def by_skypilot(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
+def by_skypilot(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str], Path]:
     task = yaml.safe_load(text_of(folder, "skypilot", "learner.yaml").replace("l0", name))
     assert task["secrets"] == {"DILOCO_JOIN": None}
-    return ["bash", "-c", task["run"]], {**task["envs"], "DILOCO_JOIN": join}
+    machine = folder / "machines" / name
+    shutil.copytree(folder / "skypilot" / task["workdir"], machine)
+    return ["bash", "-c", task["run"]], {**task["envs"], "RUN": "run", "DILOCO_JOIN": join}, machine
 
 
-def by_jobset(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
-    told = yaml.safe_load(text_of(folder, "jobset", "learner.yaml").replace("l0", name))
-    (container,) = told["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+def by_jobset(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str], Path]:
+    told = yaml.safe_load(text_of(folder, "jobset", "learner.yaml").replace("l0}", f"{name}}}"))
+    pod = told["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    machine, configmaps = folder / "machines" / name, {"diloco-recipe": folder / "jobset" / "recipe"}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for mount in container["volumeMounts"]:
+        path = machine / mount["mountPath"].removeprefix("/")
+        path.mkdir(parents=True)
+        if about := volumes[mount["name"]].get("configMap"):
+            shutil.copytree(configmaps[about["name"]], path, dirs_exist_ok=True)
     env = {each["name"]: each.get("value", join) for each in container["env"]}
-    return [word.replace("$(RECIPE)", env["RECIPE"]) for word in container["command"]], env
+    command = [word.replace("$(RECIPE)", env["RECIPE"]) for word in container["command"]]
+    return command, env, machine / container["workingDir"].removeprefix("/")
 
 
-def by_ssh(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
-    return ["bash", "ssh/learners.sh", "start", name], {}
+def by_ssh(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str], Path]:
+    (folder / "ssh" / "run").mkdir()
+    (folder / "ssh" / "run" / "join").write_text(join)
+    return ["./learners.sh", "start", name], {}, folder / "ssh"
 
 
 def test_the_files_of_all_engines_start_learners_of_one_run(engine: Engine, folder: Path) -> None:
+    (folder / "train.py").rename(folder / "my train.py")
     for each in ENGINES:
-        words = ["launch", str(folder / "train.py"), "--engine", each, "--learners", "4", "--to", str(folder / each)]
+        words = ["launch", str(folder / "my train.py"), "--engine", each, "--learners", "4", "--to", str(folder / each)]
         assert main(words) == 0
-    (folder / "serve.sh").write_text(text_of(folder, "slurm", "syncer.sh"))
-    engine.start("syncer", ["bash", "serve.sh"], base(folder))
+    (folder / "my train.py").unlink()
+    (folder / "run").mkdir()
+    (folder / "slurm" / "run").symlink_to(folder / "run")
+    (folder / "slurm" / "serve.sh").write_text(text_of(folder, "slurm", "syncer.sh"))
+    engine.start("syncer", ["bash", "serve.sh"], base(folder), folder / "slurm")
     until((folder / "run" / "join").exists, "the join file")
     join = (folder / "run" / "join").read_text().strip()
     learners = {"l0": by_slurm, "l1": by_skypilot, "l2": by_jobset, "l3": by_ssh}
     for name, command_of in learners.items():
-        command, env = command_of(folder, name, join)
-        engine.start(name, command, {**base(folder), **env})
+        command, env, cwd = command_of(folder, name, join)
+        engine.start(name, command, {**base(folder), **env}, cwd)
     until_all_train(engine, folder, set(learners))
     engine.preempt("l0")
-    until(lambda: engine.look() or (folder / "requeued").exists(), "the job is queued again")
-    assert (folder / "requeued").read_text() == "requeue 77\n"
+    requeued = folder / "slurm" / "requeued"
+    until(lambda: engine.look() or requeued.exists(), "the job is queued again")
+    assert requeued.read_text() == "requeue 77\n"
     for name in ("l1", "l2", "l3"):
         engine.kill(name)
     until(lambda: engine.look() or set(engine.codes) == set(learners), "all died")
     until_all_train(engine, folder, set(learners))
     end(engine, folder)
     assert engine.codes == {"syncer": [0], "l0": [143, 0], "l1": [-9, 0], "l2": [-9, 0], "l3": [-9, 0]}
+
+
+def test_a_host_that_cannot_be_reached_keeps_no_other_from_starting(folder: Path) -> None:
+    assert main(["launch", "tiny/gpt", "--engine", "ssh", "--learners", "2", "--to", str(folder / "ssh")]) == 0
+    (folder / "ssh" / "run").mkdir()
+    (folder / "ssh" / "run" / "join").write_text("secret")
+    (folder / "machines").mkdir()
+    (folder / "machines" / "away").write_text("")  # so that nothing can be written there
+    (folder / "bin" / "diloco").write_text('#!/bin/bash\necho "$DILOCO_LEARNER $DILOCO_JOIN: $*"')
+    env = {**os.environ, **base(folder)}
+    words = ["./learners.sh", "start", "away", "here"]
+    said = subprocess.run(words, cwd=folder / "ssh", env=env, capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (1, "here secret: fit tiny/gpt\n")
+    assert "away: not started\n" in said.stderr
+    assert (folder / "machines" / "here" / "diloco.env").stat().st_mode & 0o777 == 0o600

@@ -5,8 +5,9 @@
 2. The syncer's cores and memory are those that `diloco plan` computes for the recipe. A script keeps the values of the
    files, because it cannot be read without running it.
 3. Learners that train on a CPU get no line with devices.
-4. A recipe or script that is given by its path is copied beside the files. A recipe that is given by its name is part
-   of the package, which is on all machines.
+4. A recipe or script that is not part of the package, which is on all machines, is copied to the folder `recipe` beside
+   the files, and each engine takes this folder to its learners. In the name of the copy, other characters than letters,
+   digits, '.', '_' and '-' become '-', because shells, YAML and keys of a ConfigMap read them in different ways.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _EXAMPLE = """examples:
 ENGINES = ("slurm", "skypilot", "jobset", "ssh")
 _FIELD = re.compile(r"(.*?)  # set: (\w+)")
 _NUMBER, _WORD = r"\d+(?=\D*$)", r"[^\s=:]+$"
+_OWN = "recipe"  # folder of a recipe that is not part of the package
 _PROCESS_GIB = 2  # Python, torch and compiled loops
 
 
@@ -51,19 +53,21 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.learners < 1:
         raise ConfigError(f"--learners {arguments.learners}: must be at least 1")
     path = recipes.resolve(arguments.target)
-    own = [path, *recipes.modules_beside(path)] if Path(arguments.target).is_file() else []
+    own = _own(arguments.target, path)
     values: dict[str, int | str | None] = {
-        "recipe": path.name if own else arguments.target,
+        "recipe": f"{_OWN}/{own[path]}" if own else arguments.target,
+        "folder": _OWN if own else None,
         "learners": arguments.learners,
         "last": arguments.learners - 1,
     }
     if path.suffix != ".py":
         values |= _machines(path, arguments.learners)
     sources = sorted(_folder(arguments.engine).iterdir(), reverse=True)  # the syncer first
-    targets = {source: arguments.to / source.name for source in (*sources, *own)}
+    targets = {source: arguments.to / source.name for source in sources}
+    targets |= {source: arguments.to / _OWN / name for source, name in own.items()}
     if taken := [str(target) for target in targets.values() if target.exists()]:
         raise ConfigError(f"{', '.join(taken)} already exists; choose another folder with --to, or remove it first")
-    arguments.to.mkdir(parents=True, exist_ok=True)
+    (arguments.to / _OWN if own else arguments.to).mkdir(parents=True, exist_ok=True)
     for source in own:
         shutil.copyfile(source, targets[source])
     for source in sources:
@@ -84,6 +88,15 @@ def filled(text: str, values: Mapping[str, int | str | None]) -> str:
             pattern = _NUMBER if isinstance(value, int) else _WORD
             lines.append(re.sub(pattern, lambda before: str(value) or before[0], found[1]))
     return "\n".join(lines) + "\n"
+
+
+def _own(target: str, path: Path) -> dict[Path, str]:
+    """Return the names under which the files of a recipe are copied; none if it is part of the package."""
+    roots = recipes.roots()
+    if not Path(target).is_file() and any(path.is_relative_to(root) for root in (roots[0], roots[-1])):
+        return {}
+    safe = re.sub(r"[^A-Za-z0-9._-]", "-", path.name)
+    return {path: safe, **{module: module.name for module in recipes.modules_beside(path)}}
 
 
 def _folder(engine: str) -> Path:

@@ -3,17 +3,22 @@
 # systemd starts a learner again whenever it dies. Each machine has this package, and `loginctl enable-linger`.
 RECIPE=llama/1b  # set: recipe
 
-action=$1
+start() {
+    local host=$1 env
+    [ ! -d recipe ] || scp -qr recipe "$host:" || return
+    env=$(printf 'DILOCO_JOIN=%s\nDILOCO_LEARNER=%s\n' "$(cat run/join)" "$host" |
+        ssh "$host" 'umask 077 && cat > diloco.env && echo "$PWD/diloco.env"') || return
+    ssh "$host" systemd-run --user --unit=diloco-learner --same-dir --collect \
+        -p Restart=on-failure -p RestartSec=5 -p "'RestartPreventExitStatus=2 143'" -p TimeoutStopSec=60 \
+        -p "EnvironmentFile=$(printf %q "$env")" diloco fit "$(printf %q "$RECIPE")"
+}
+
+action=$1 code=0
 for host in "${@:2}"; do
     case $action in
-    start)
-        printf 'DILOCO_JOIN=%s\nDILOCO_LEARNER=%s\n' "$(cat run/join)" "$host" |
-            ssh "$host" 'umask 077 && cat > diloco.env'
-        ssh "$host" systemd-run --user --unit=diloco-learner --same-dir --collect \
-            -p Restart=on-failure -p RestartSec=5 -p "'RestartPreventExitStatus=2 143'" -p TimeoutStopSec=60 \
-            -p EnvironmentFile=%h/diloco.env diloco fit "$RECIPE"
-        ;;
+    start) start "$host" || { code=$? && echo "$host: not started" >&2; } ;;
     stop) ssh "$host" systemctl --user stop diloco-learner ;;
     *) echo "usage: $0 start|stop HOST..." >&2 && exit 2 ;;
     esac
 done
+exit $code
