@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lightning_diloco.syncer.standby.invitation import Invitation
 def main() -> int:
     logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(message)s")
     run_dir = Path(sys.argv[1])
-    listen = "127.0.0.1:0"
+    listen = os.environ.get("LISTEN", "127.0.0.1:0")
     if (run_dir / "join").exists():
         listen = syncer.read_join_file(run_dir / "join").host_port
     options = {"sync_every": 12, "num_fragments": 4, "block_size": 16, "lease_s": 3.0}
