@@ -67,7 +67,9 @@ def call(arguments: argparse.Namespace) -> int:
     targets |= {source: arguments.to / _OWN / name for source, name in own.items()}
     if taken := [str(target) for target in targets.values() if target.exists()]:
         raise ConfigError(f"{', '.join(taken)} already exists; choose another folder with --to, or remove it first")
-    (arguments.to / _OWN if own else arguments.to).mkdir(parents=True, exist_ok=True)
+    arguments.to.mkdir(parents=True, exist_ok=True)
+    if own:
+        (arguments.to / _OWN).mkdir(exist_ok=True)
     for source in own:
         shutil.copyfile(source, targets[source])
     for source in sources:
