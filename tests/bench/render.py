@@ -186,6 +186,8 @@ def _when(name: str, found: Results) -> str:
     """Return date and commit of the results that the README shows."""
     if name == "quality_by_learners":
         return "; ".join(sorted({_long_run(found, learners)["when"] for learners in (2, 4)}))
+    if name == "speeds":
+        return str(_row(found, speeds.UNEQUAL)["when"])
     return f"{found['circumstances']['date']}, {found['circumstances']['commit']}"
 
 

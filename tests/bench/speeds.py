@@ -11,7 +11,7 @@ python -m tests.bench.speeds --out tests/bench/results/speeds.json
 4. An epoch ends together if each learner trains its last sequence of it at the same time. The first epoch ends when no
    sequence is new any more.
 5. In the control, each learner trains its fixed part of the data once.
-6. Runs that the file of `--out` already has are not repeated.
+6. Each run is stored at its end, with its date and commit. A run that is stored with the same options is not repeated.
 """
 
 from __future__ import annotations
@@ -158,21 +158,20 @@ def _first_epoch(trained: dict[str, list[tuple[float, float]]]) -> tuple[float, 
     return max(ends_s) - min(t for t, _ in first_of.values()), max(ends_s) - min(ends_s)
 
 
-def checks_of(rows: Sequence[Row]) -> dict[str, bool]:
-    """Return the checks."""
+def checks_of(rows: Sequence[Row], minutes: float) -> dict[str, bool]:
+    """Return the checks; `minutes` are those of equal learners without any loss of time."""
     equal, unequal, control = rows
     excess = unequal["loss"] / equal["loss"] - 1
     idle, idle_control = (max(row["idle, fast"], row["idle, slow"]) for row in (unequal, control))
     apart, apart_control = (row["ends of the epoch, apart"] for row in (unequal, control))
     more = unequal["tokens merged [M]"] / equal["tokens merged [M]"] - 1
-    shortest = equal["minutes"] * 2 / (1 + 1 / unequal["slower"])
-    longer = unequal["minutes"] / shortest - 1
+    longer = unequal["minutes"] / (minutes * 2 / (1 + 1 / unequal["slower"])) - 1
     return {
         f"the slow learner is {unequal['slower']:.1f} times slower, and tokens merged differ by {abs(more):.1%}": (
             abs(unequal["slower"] / SLOWDOWN - 1) < 0.1 and abs(more) < 0.01
         ),
         f"each learner is idle for at most {idle:.1%}, bound {IDLE:.0%}": idle <= IDLE,
-        f"the run takes {longer:+.1%} longer than both speeds together need, bound {IDLE:+.0%}": longer <= IDLE,
+        f"the run takes {longer:.1%} longer than the steps of both learners together, bound {IDLE:.0%}": longer <= IDLE,
         f"their ends of the first epoch are {apart:.1%} of it apart, bound {TOGETHER:.0%}": apart <= TOGETHER,
         f"{unequal['participation']:.0%} take part in a round, at least {PARTICIPATION:.0%}": (
             unequal["participation"] >= PARTICIPATION
@@ -193,16 +192,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-s", type=float, default=0.12, help="seconds per step of a fast learner")
     parser.add_argument("--steps", type=int, default=Tiny().num_steps, help="steps of each learner, if they are equal")
     args = parser.parse_args(argv)
-    stored = json.loads(args.out.read_text())["each"] if args.out is not None and args.out.exists() else {}
-    rows, each = [], dict[str, dict[str, Row]]()
+    each = json.loads(args.out.read_text())["each"] if args.out is not None and args.out.exists() else {}
+    rows = []
     for name in (EQUAL, UNEQUAL, CONTROL):
-        known, seeds = stored.get(name, {}), args.seeds[:1] if name == CONTROL else args.seeds
-        each[name] = {
-            str(seed): known.get(str(seed)) or run(name, seed, step_s=args.step_s, steps=args.steps) for seed in seeds
-        }
-        found = list(each[name].values())
-        rows.append({"run": name, **{column: statistics.mean(one[column] for one in found) for column in found[0]}})
-    return report.conclude(args.out, rows, checks_of(rows), each=each)
+        found = []
+        for seed in args.seeds[:1] if name == CONTROL else args.seeds:
+            key = f"{name}, seed {seed}, {args.steps} steps of {args.step_s:g} s"
+            if key not in each:
+                figures, here = run(name, seed, step_s=args.step_s, steps=args.steps), report.circumstances()
+                each[key] = {"when": f"{here['date']}, {here['commit']}", "figures": figures}
+                report.store(args.out, {"each": each})
+            found.append(each[key])
+        means = {column: statistics.mean(one["figures"][column] for one in found) for column in found[0]["figures"]}
+        rows.append({"run": name, **means, "when": "; ".join(sorted({one["when"] for one in found}))})
+    return report.conclude(args.out, rows, checks_of(rows, args.step_s * args.steps / 60), each=each)
 
 
 if __name__ == "__main__":
