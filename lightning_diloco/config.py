@@ -55,8 +55,8 @@ class RunConfig:
             shorter periods.
         wire: precision of values on the wire, in both directions.
         block_size: elements that share one quantization scale, a power of two, 16..4096.
-        max_staleness_versions: contributions that missed their round are superseded when the next one opens, if their
-            staleness is higher, >= 1.
+        max_staleness_versions: largest staleness of a contribution that missed its round, >= 1. When the next round
+            opens, contributions with a higher one are superseded.
         max_slice_numel: largest slice of a parameter, in elements.
         lease_s: silence in seconds after which a learner lapses.
         data_parts: number of parts of the data; None for no agreed split.

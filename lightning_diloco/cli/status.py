@@ -164,7 +164,7 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
             "or pass it with --join"
         )
     known = given_address(join) if arguments.join else JoinAddress.parse(join)
-    return dataclasses.replace(known, host=host, port=port)
+    return known.swapped() if target == known.standby else dataclasses.replace(known, host=host, port=port)
 
 
 def _print_json(content: Any) -> None:

@@ -93,7 +93,7 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
             return "warn", "the syncer's disk was rolled back; learners adopt the restored anchors"
         case "stood still":
             return "warn", f"the syncer's process was suspended for {event['for_s']:.1f} s; all leases are renewed"
-        case "restored":
+        case "restarted":
             return "info", f"the syncer started with its state on disk: {_restored(event)}"
         case "took over":
             nth = f", takeover {event['reign']} of the run"

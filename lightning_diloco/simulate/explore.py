@@ -275,6 +275,8 @@ class History:
     def _end(self) -> None:
         fleet = self._fleet
         fleet.network = replace(fleet.network, loss=0.0, repeats=0.0, jitter=0.0)
+        for learner in fleet.learners.values():
+            learner.connected_s = fleet.now_s  # its last messages may have been lost
         fleet.syncer.guard = 0.0  # work that the norm guard cut off waits for further rounds without a time limit
         self._heal_all()
         fleet.run_for(RECONNECT_S)

@@ -120,8 +120,9 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
     """
     run_dir, given = options.run_dir, options.standby_of
     if options.takes_over:
+        replacement.install(run_dir)
         if not (run_dir / "syncer" / "log").exists():
-            raise ConfigError(f"--take-over: {run_dir} holds no run; give the directory of the standby")
+            raise ConfigError(f"--take-over: {run_dir} holds no run; give the directory of the syncer that shall serve")
         become_primary(run_dir)
         forget_standby(run_dir)
         return None
@@ -137,7 +138,10 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
         log.info("%s has already taken over its run, and serves it", run_dir)
         return None
     if (run_dir / "join").exists() and read_join_file(run_dir / "join").host_port == given.address.host_port:
-        raise ConfigError(f"--run-dir {run_dir} is the directory of the primary; a standby needs one of its own")
+        raise ConfigError(
+            f"--run-dir {run_dir} is the directory of the primary at {given.address.host_port}, or a copy of it; "
+            "choose an empty one"
+        )
     if (run_dir / "syncer" / "log").exists():
         differs_after(run_dir, 0)  # it was a primary, so its records may differ
     return given

@@ -50,8 +50,8 @@ from lightning_diloco.syncer.shards.shard import OwnShard, Shard
 from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import STANDBY
+from lightning_diloco.syncer.status.arrivals import Arrivals
 from lightning_diloco.syncer.status.history import CLOSED
-from lightning_diloco.syncer.status.others import Others
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
 from lightning_diloco.syncer.status.publisher import StatusPublisher
@@ -122,9 +122,9 @@ class SyncerService:
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._said: tuple[messages.FromSyncer, Json] | None = None
-        self._others = Others(self.replica, remote, self.tell)
+        self._arrivals = Arrivals(self.replica, remote, self.tell)
         if followed is None and durable.restored is not None:
-            self.tell("restored", durable.restored)
+            self.tell("restarted", durable.restored)
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
         self._ended = threading.Event()
@@ -349,7 +349,7 @@ class SyncerService:
         self._handle(tick, now_s)
         self._desk.prune(self.state)
         self._board.refresh()
-        self._others.look()
+        self._arrivals.look()
         self._note_progress(now_s)
         self._store_seed(now_s)
         if self._ending.has_come(self.state, now_s):

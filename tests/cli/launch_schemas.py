@@ -84,6 +84,7 @@ _CONTAINER = fields(
     name=NAME,
     image=TEXT,
     command=items(TEXT),
+    args=items(TEXT),
     workingDir=PATH,
     env=items(_ENV),
     resources=fields(limits=table(QUANTITY), requests=table(QUANTITY)),

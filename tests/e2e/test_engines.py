@@ -289,8 +289,16 @@ def test_a_host_that_cannot_be_reached_keeps_no_other_from_starting(folder: Path
     (folder / "machines" / "away").write_text("")  # so that nothing can be written there
     (folder / "bin" / "diloco").write_text('#!/bin/bash\necho "$DILOCO_LEARNER $DILOCO_JOIN: $*"')
     env = {**os.environ, **base(folder)}
-    words = ["./learners.sh", "start", "away", "here"]
-    said = subprocess.run(words, cwd=folder / "ssh", env=env, capture_output=True, text=True, check=False)
+
+    def start(*hosts: str) -> subprocess.CompletedProcess[str]:
+        words = ["./learners.sh", "start", *hosts]
+        return subprocess.run(words, cwd=folder / "ssh", env=env, capture_output=True, text=True, check=False)
+
+    said = start("away", "here")
     assert (said.returncode, said.stdout) == (1, "here secret: fit tiny/gpt\n")
     assert "away: not started\n" in said.stderr
     assert (folder / "machines" / "here" / "diloco.env").stat().st_mode & 0o777 == 0o600
+    (folder / "ssh" / "run" / "join").unlink()
+    said = start("here")
+    assert (said.returncode, said.stdout) == (1, "")
+    assert "run/join" in said.stderr

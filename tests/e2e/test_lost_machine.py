@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from tests.e2e.test_standby import assert_whole
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
-    pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root, for a network namespace"),
+    pytest.mark.skipif(shutil.which("ip") is None or os.geteuid() != 0, reason="needs ip and root, for a namespace"),
 ]
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"
@@ -33,40 +34,35 @@ def ip(*words: str) -> None:
 class TwoMachines(Processes):
     """Processes of which the first syncer runs in another network namespace."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, there: str) -> None:
         super().__init__(root)
-        self._name = f"diloco-{os.getpid()}"
-        self._link = f"dl{os.getpid()}"
-        ip("netns", "add", self._name)
-        ip("link", "add", self._link, "type", "veth", "peer", "name", "there", "netns", self._name)
-        ip("addr", "add", f"{HERE}/24", "dev", self._link)
-        ip("link", "set", self._link, "up")
-        ip("-n", self._name, "addr", "add", f"{THERE}/24", "dev", "there")
-        self.reconnect()
-
-    def disconnect(self) -> None:
-        ip("-n", self._name, "link", "set", "there", "down")
-
-    def reconnect(self) -> None:
-        ip("-n", self._name, "link", "set", "there", "up")
+        self._there = there
 
     def start(self, name: str, *argv: object, **options: Any) -> subprocess.Popen[bytes]:
-        if name != "syncer":
+        if name not in ("syncer", "syncer0"):
             return super().start(name, *argv, **options, LISTEN=f"{HERE}:0")
-        there = ("netns", "exec", self._name, sys.executable)
+        there = ("netns", "exec", self._there, sys.executable)
         return super().start(name, *there, *argv, **options, python="ip", LISTEN=f"{THERE}:0")
 
-    def kill_all(self) -> None:
-        super().kill_all()
-        ip("link", "delete", self._link)
-        ip("netns", "delete", self._name)
+    def set_link(self, state: str) -> None:
+        ip("-n", self._there, "link", "set", "there", state)
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[TwoMachines]:
-    machines = TwoMachines(tmp_path)
-    yield machines
-    machines.kill_all()
+    there, link = f"diloco-{os.getpid()}", f"dl{os.getpid()}"
+    ip("netns", "add", there)
+    machines = TwoMachines(tmp_path, there)
+    try:
+        ip("link", "add", link, "type", "veth", "peer", "name", "there", "netns", there)
+        ip("addr", "add", f"{HERE}/24", "dev", link)
+        ip("link", "set", link, "up")
+        ip("-n", there, "addr", "add", f"{THERE}/24", "dev", "there")
+        machines.set_link("up")
+        yield machines
+    finally:
+        machines.kill_all()
+        ip("netns", "delete", there)  # and the link with it
 
 
 def test_rounds_continue_and_nothing_is_lost_after_the_machine_of_the_primary_is_lost(machines: TwoMachines) -> None:
@@ -75,11 +71,11 @@ def test_rounds_continue_and_nothing_is_lost_after_the_machine_of_the_primary_is
     pair.until_registered(0)
     pair.until_commits(0, 8)
     pair.until_in_contact()
-    machines.disconnect()
+    machines.set_link("down")
     began_s = time.monotonic()
     pair.until_commits(1, 1)
     assert time.monotonic() - began_s < TAKEOVER_S
-    machines.reconnect()
+    machines.set_link("up")
     follows = f"is the standby of {pair.address(1)}"
     until(lambda: follows in (machines.root / "syncer.log").read_text(), "the former primary as the standby", machines)
     pair.until_registered(1)

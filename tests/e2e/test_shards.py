@@ -84,13 +84,13 @@ def test_killed_shards_a_killed_syncer_and_another_number_of_shards_lose_nothing
     assert [processes.end(process) for process in (*learners, syncer)] == [0, 0, 0]
 
     assert_nothing_lost(processes)
-    told = ("shard away", "shard back", "restored")
+    told = ("shard away", "shard back", "restarted")
     tape = [line for line in read_tape(processes.run_dir / "tape" / "events.jsonl") if line["event"] in told]
     deaths = [("shard away", 1), ("shard back", 1), ("shard away", 2), ("shard back", 2)]
     assert [(line["event"], line["shard"]) for line in tape[:4]] == deaths
     killed, *_, stopped = tape[4:]  # in between, shards attach again with the new token
-    assert (killed["event"], killed["num_records"] > 0) == ("restored", True)
-    assert (stopped["event"], stopped["num_records"]) == ("restored", 0)
+    assert (killed["event"], killed["num_records"] > 0) == ("restarted", True)
+    assert (stopped["event"], stopped["num_records"]) == ("restarted", 0)
     found = replay(processes.run_dir)
     assert found.level == "merges"
     assert found.num_merges == sum(found.versions) >= 40

@@ -68,7 +68,7 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards:
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
     assert_whole(pair, primary, ["l0", "l1"])
-    told = ("restored", "took over", "standby joined", "standby lost")
+    told = ("restarted", "took over", "standby joined", "standby lost")
     tape = [line for line in read_tape(pair.dirs[primary] / "tape" / "events.jsonl") if line["event"] in told]
     assert [line["event"] for line in tape] == ["standby joined", "took over"] * 2 + ["standby joined"]
     first, second = (pair.address(which) for which in range(2))
@@ -168,9 +168,9 @@ def test_a_standby_without_enough_learners_takes_over_on_request(processes: Proc
     assert processes.end(pair.running[1]) == 0
     pair.running[1] = processes.start("syncer1", *COMMAND, "--run-dir", pair.dirs[1], "--expect", "2", "--take-over")
     pair.until_commits(1, 2)
-    told = [event for event in pair.status(1)["recent"] if event["event"] in ("restored", "took over")]
+    told = [event for event in pair.status(1)["recent"] if event["event"] in ("restarted", "took over")]
     assert [(event["event"], event.get("primary")) for event in told] == [
-        ("restored", None),
+        ("restarted", None),
         ("took over", primary),
     ]
     os.kill(learners[1].pid, signal.SIGCONT)

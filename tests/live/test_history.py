@@ -79,9 +79,12 @@ def test_every_shown_event_has_a_sentence() -> None:
     }  # fmt: skip
     told = {event: sentence({**fields, "event": event}) for event in TOLD}
     assert None not in told.values(), told
-    assert told["restored"] == ("info", "the syncer started with its state on disk: a snapshot and 1 record of the log")
+    assert told["restarted"] == (
+        "info",
+        "the syncer started with its state on disk: a snapshot and 1 record of the log",
+    )
     assert told["took over"] == ("warn", "the syncer at b:4000 took over from a:4000, takeover 2 of the run")
-    assert sentence({**fields, "event": "restored", "snapshot_lsn": None, "num_records": 3}) == (
+    assert sentence({**fields, "event": "restarted", "snapshot_lsn": None, "num_records": 3}) == (
         "info",
         "the syncer started with its state on disk: 3 records of the log",
     )

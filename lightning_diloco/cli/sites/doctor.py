@@ -4,6 +4,7 @@
    fail. If a check fails, the exit code is 1.
 2. The syncer, each of its shards and its standby must be reachable. If the standby has taken over, it is the syncer.
 3. With a recipe, the slowest measured link is compared with the recipe's traffic, by the forecast of `diloco plan`.
+   With shards, this asks for more than needed: each link has only a part of the traffic.
 4. On the syncer's machine, without a join string or with --run-dir alone, it prints the options of `diloco plan` that
    describe the machine.
 """
@@ -11,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -27,7 +27,7 @@ from lightning_diloco.cli import recipes
 from lightning_diloco.cli.plan import forecast_of
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import PROTOCOL_VERSION
-from lightning_diloco.errors import ConfigError, DiLoCoError, RestoringError, StandbyError
+from lightning_diloco.errors import ConfigError, DiLoCoError, StandbyError
 from lightning_diloco.process.machine import cores_here, interface_of, memory_here
 from lightning_diloco.transport.address import JoinAddress, given_address, placed
 
@@ -182,20 +182,21 @@ def _reached(address: JoinAddress, within_s: float) -> str:
 
 
 def _standby(address: JoinAddress) -> Check:
-    """Check that the standby answers; it refuses to serve, as long as the syncer does."""
+    """Check that the standby answers that it is one."""
     from lightning_diloco.transport.flight import FlightConnection
 
     connection = FlightConnection(address, control_deadline_s=_ANSWER_S)
     try:
         reached = _reached(address, _ANSWER_S)
-        with contextlib.suppress(StandbyError, RestoringError):
-            connection.status()
+        connection.status()
+    except StandbyError:
+        return Check("standby", reached, is_good=True)
     except (OSError, DiLoCoError) as error:
-        found = f"{address.host_port} does not answer; a learner here cannot go on if the syncer fails: {error}"
+        found = f"{address.host_port} cannot be used; a learner here cannot go on if the syncer fails: {error}"
         return Check("standby", found, is_good=False)
     finally:
         connection.close()
-    return Check("standby", reached, is_good=True)
+    return Check("standby", f"{address.host_port} serves the run as well; one of the two must end", is_good=False)
 
 
 def _agreement(status: dict[str, Any], here_s: float) -> Iterator[Check]:
@@ -250,7 +251,7 @@ def _link(address: JoinAddress, within_s: float) -> Link:
 
 
 def _traffic(recipe: Path, links: Sequence[Link]) -> Iterator[Check]:
-    """Compare the recipe's traffic with the slowest link."""
+    """Compare the recipe's traffic with the slowest link, as if all fragments used it."""
     from lightning_diloco.planner.bandwidth import LINK_SHARE
     from lightning_diloco.planner.fixes import cheapest_fix
     from lightning_diloco.planner.plan import OVERLAP, gib

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NUM_RECENT = 100
 TOLD = (
     "seeded", "join", "leave", "lapse", "return", "rejected", "refused", "quarantine", "release", "suspended",
-    "resumed", "regenerated", "evaluated", "stood still", "restored", "took over", "standby joined", "standby lost",
+    "resumed", "regenerated", "evaluated", "stood still", "restarted", "took over", "standby joined", "standby lost",
     "shard away", "shard back",
 )  # fmt: skip
 

@@ -4,10 +4,11 @@
 RECIPE=llama/1b  # set: recipe
 
 start() {
-    local host=$1 env
+    local host=$1 join env
+    join=$(cat run/join) || return
     [ ! -d recipe ] || scp -qr recipe "$host:" || return
-    env=$(printf 'DILOCO_JOIN=%s\nDILOCO_LEARNER=%s\n' "$(cat run/join)" "$host" |
-        ssh "$host" 'umask 077 && cat > diloco.env && echo "$PWD/diloco.env"') || return
+    env=$(printf 'DILOCO_JOIN=%s\nDILOCO_LEARNER=%s\n' "$join" "$host" |
+        ssh "$host" 'umask 077 && rm -f diloco.env && cat > diloco.env && echo "$PWD/diloco.env"') || return
     ssh "$host" systemd-run --user --unit=diloco-learner --same-dir --collect \
         -p Restart=on-failure -p RestartSec=5 -p "'RestartPreventExitStatus=2 143'" -p TimeoutStopSec=60 \
         -p "EnvironmentFile=$(printf %q "$env")" diloco fit "$(printf %q "$RECIPE")"
@@ -17,7 +18,7 @@ action=$1 code=0
 for host in "${@:2}"; do
     case $action in
     start) start "$host" || { code=$? && echo "$host: not started" >&2; } ;;
-    stop) ssh "$host" systemctl --user stop diloco-learner ;;
+    stop) ssh "$host" systemctl --user stop diloco-learner || code=$? ;;
     *) echo "usage: $0 start|stop HOST..." >&2 && exit 2 ;;
     esac
 done

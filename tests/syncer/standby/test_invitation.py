@@ -90,7 +90,7 @@ def test_the_directory_of_a_standby_is_refused_for_another_run(tmp_path: Path) -
 
 def test_a_standby_needs_a_directory_of_its_own(tmp_path: Path) -> None:
     primary = begun(tmp_path, ADDRESS)
-    with pytest.raises(ConfigError, match="is the directory of the primary"):
+    with pytest.raises(ConfigError, match=r"is the directory of the primary at 10\.0\.0\.1:4100"):
         _first_primary(options(tmp_path, primary))
 
 

@@ -13,8 +13,8 @@ from lightning_diloco.syncer.standby.replica import Replica
 Tell = Callable[[str, dict[str, object]], object]
 
 
-class Others:
-    """The other processes of a syncer, as last told.
+class Arrivals:
+    """Tells which of the other processes of a syncer have come or gone.
 
     Args:
         replica: the standby.

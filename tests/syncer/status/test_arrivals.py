@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from lightning_diloco.syncer.status.others import Others
+from lightning_diloco.syncer.status.arrivals import Arrivals
 
 
 def test_each_change_of_standby_and_shards_is_told_once() -> None:
     replica = SimpleNamespace(address="a:1")
     shards = [SimpleNamespace(part=(k, 3), is_attached=True) for k in (1, 2)]
     told = list[tuple[str, dict[str, object]]]()
-    others = Others(cast(Any, replica), cast(Any, shards), lambda event, fields: told.append((event, fields)))
+    arrivals = Arrivals(cast(Any, replica), cast(Any, shards), lambda event, fields: told.append((event, fields)))
 
     def look() -> list[tuple[str, dict[str, object]]]:
         told.clear()
-        others.look()
+        arrivals.look()
         return [*told]
 
     assert look() == [], "a restarted syncer knows its standby"
