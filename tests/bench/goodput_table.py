@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from lightning_diloco.cli.main import main as diloco
 from lightning_diloco.plots.forecast import draw_goodput
+from lightning_diloco.simulate.chips import Chips
 from tests.bench import report
 from tests.bench.tiny import RECIPE
 
@@ -45,7 +46,7 @@ OFF = 0.05
 SCAVENGING = {2: 0.90, 4: 0.83, 8: 0.75, 24: 0.62}  # published time by extra learners, of 8
 SCAVENGING_S = 3600.0
 PUBLISHED_SPEEDS = {"K = 1, grace 0.0": 1.0, "K = 1, grace adaptive": 1.0, "K = 8, grace 0.0": 0.84}
-FITTED_S = {"rescale": 16.0, "hold": 45.0, "restart": 76.0}
+FITTED_S = {name: float(getattr(Chips(count=1), f"{name}_s")) for name in ("rescale", "hold", "restart")}
 FACTORS = {"half": 0.5, "double": 2.0}
 MANY = ("8 learners", "16 learners")
 
@@ -71,14 +72,21 @@ def mean_error(rows: Sequence[dict[str, Any]]) -> float:
     return mean(abs(error) for each in errors(rows).values() for error in each)
 
 
+def by_fleet(cells: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Return a row per fleet, from (fleet, cell) in order of the number of chips."""
+    shown: dict[str, dict[str, str]] = {}
+    for run, cell in cells:
+        row = shown.setdefault(run, {"run": run})
+        row[CHIPS[len(row) - 1]] = cell
+    return list(shown.values())
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row per fleet, with the published goodput in brackets."""
-    shown: dict[str, dict[str, str]] = {}
-    for row in rows:
-        cells = shown.setdefault(row["run"], {"run": row["run"]})
-        k = len(cells) - 1
-        cells[CHIPS[k]] = f"{100 * row['goodput']:.1f} ({PUBLISHED[row['run']][k]})"
-    return list(shown.values())
+    published = [figure for run in errors(rows) for figure in PUBLISHED[run]]
+    return by_fleet(
+        (row["run"], f"{100 * row['goodput']:.1f} ({figure})") for row, figure in zip(rows, published, strict=True)
+    )
 
 
 def residuals(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
@@ -130,20 +138,15 @@ def with_other_times(fleets: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 def bands(half: Sequence[dict[str, Any]], double: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row per fleet, with the goodput of double and of half the fitted times."""
-    shown: dict[str, dict[str, str]] = {}
-    for best, worst in zip(half, double, strict=True):
-        cells = shown.setdefault(best["run"], {"run": f"{best['run']}: double to half the times"})
-        cells[CHIPS[len(cells) - 1]] = f"{100 * worst['goodput']:.1f} .. {100 * best['goodput']:.1f}"
-    return list(shown.values())
+    return by_fleet(
+        (f"{best['run']}: double to half the times", f"{100 * worst['goodput']:.1f} .. {100 * best['goodput']:.1f}")
+        for best, worst in zip(half, double, strict=True)
+    )
 
 
 def cubes(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return a row per fleet whose cubes of 64 chips fail once a year."""
-    shown: dict[str, dict[str, str]] = {}
-    for row in rows:
-        cells = shown.setdefault(row["run"], {"run": f"{row['run']}: a failure per cube and year"})
-        cells[CHIPS[len(cells) - 1]] = f"{100 * row['goodput']:.2f}"
-    return list(shown.values())
+    return by_fleet((f"{row['run']}: a failure per cube and year", f"{100 * row['goodput']:.2f}") for row in rows)
 
 
 def real_runs(duration: str = "30min") -> list[dict[str, Any]]:
