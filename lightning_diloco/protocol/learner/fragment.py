@@ -236,7 +236,8 @@ class Fragment:
             merged: tokens of this learner that are merged in it.
 
         Returns:
-            Lost tokens: tokens that had landed as merged or were outstanding, minus `merged`.
+            Lost tokens: tokens that had landed as merged or were outstanding, minus `merged`. It is negative if an
+            earlier generation had lost tokens that are in this one.
         """
         lost = self.merged_tokens + self.drop_outstanding() - merged
         self.outlived = self.held

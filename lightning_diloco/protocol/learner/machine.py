@@ -153,7 +153,7 @@ class LearnerState:
             tokens=self.tokens,
             landed=tuple([f.landed for f in self.fragments]),
             pending=tuple([f.pending(self.tokens) for f in self.fragments]),
-            discarded=dict(self.discarded),
+            discarded=dict(+self.discarded),
             generation=self.generation,
         )
 
@@ -497,6 +497,7 @@ class LearnerState:
         return do.Say(msg.Leave(*said, stop=self._stop_reason))
 
     def _book(self, cause: str, tokens: int) -> None:
-        assert tokens >= 0, f"{tokens} tokens {cause}"
+        """Book discarded tokens. A newer backup may hold merges that an older one had lost; these are taken back."""
         if tokens:
             self.discarded[cause] += tokens
+        assert self.discarded[cause] >= 0, f"{tokens} tokens {cause}"

@@ -92,6 +92,24 @@ def test_a_generation_that_is_rolled_back_before_a_fragment_has_adopted_it_is_be
     assert seen == accounted
 
 
+def test_a_newer_backup_takes_back_what_an_older_one_had_lost(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, seq=1)
+    learner.hear(welcome(generation=1, version=0))
+    assert learner.state.progress.discarded == {"restored": 10}
+    for p in (0, 1):
+        learner.land(p, 0, is_full=True)
+    lost = learner.state.progress.discarded["restored"]  # with the progress that the older anchors have replaced
+    learner.hear(welcome(generation=2, version=1, merged=(10, 0)))
+    assert learner.state.progress.discarded == {"restored": lost - 10}
+    for p in (0, 1):
+        learner.land(p, 1, is_full=True)
+    learner.step()
+    seen, accounted = learner.books()
+    assert seen == accounted
+
+
 def test_messages_of_an_older_generation_are_ignored(learner: Learner) -> None:
     learner.hear(welcome(generation=1))
     learner.hear(msg.Commit(0, 0, 9, ()))
