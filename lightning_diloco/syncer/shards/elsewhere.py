@@ -137,6 +137,7 @@ class Reporting:
                 if problem_of(error) != said:
                     said = problem_of(error)
                     log.warning("the address of this shard could not be reported to the syncer: %s", error)
-            except ConfigError as error:
-                log.error("%s", error)
+            except ConfigError as error:  # it is none of the run's shards; the process ends with this error
+                self._service.error = error
+                break
         connection.close()

@@ -136,10 +136,13 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
     The run needs start values, and this waits for them.
     """
     copy = replacement.begin(run_dir)
-    while (found := source.listing())["lsn"] is None:
+    if (found := source.listing())["lsn"] is None:
+        log.info("the run has no start values yet; waiting for the first learner")
+    while found["lsn"] is None:
         if is_stopping():
             return False
         time.sleep(NOT_YET_S)
+        found = source.listing()
     log.info("copying the run, %d files", len(found["files"]))
     places = {name: copy / Path(name).relative_to("syncer") for name in found["files"]} | {TAPE: copy / TAPE}
     for name, path in places.items():

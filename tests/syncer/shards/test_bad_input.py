@@ -6,6 +6,8 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,16 +22,20 @@ from lightning_diloco.errors import (
 )
 from lightning_diloco.protocol import codec
 from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.shards import elsewhere
 from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards.layout import directory_of, listen_of, tell_token
 from lightning_diloco.syncer.shards.process import parsed_part
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.shards.whole import read_run
+from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
 from tests.learner.fleet import KEY, Fleet, finish
 from tests.syncer.shards.test_copying import MINE, Primary
+
+ADDRESS = JoinAddress("10.0.0.1", 7000, "run", "token", "0" * 64)
 
 
 @pytest.mark.parametrize("text", ["0/2", "2/2", "3/2", "1", "1/", "/2", "-1/2", "one/2", "1/2/3"])
@@ -109,6 +115,24 @@ def test_a_shard_works_only_for_the_syncer_that_has_its_key_and_attached_last(tm
     with pytest.raises(ConfigError, match="has no files of run"):
         attach(shard, positions=[{"fragment": 1, "generation": 0, "version": 3}])
     shard.stop()
+
+
+def test_a_shard_that_the_syncer_refuses_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Syncer:
+        def __init__(self, *_: object) -> None: ...
+
+        def get(self, *_: object, **__: object) -> None:
+            raise ConfigError("shard 1 of 3 reported to a run with 2 shards")
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(elsewhere, "FlightConnection", Syncer)
+    monkeypatch.setattr(elsewhere, "REPORT_S", 0.01)
+    shard: Any = SimpleNamespace(part=(1, 3), is_polled=False, error=None)
+    reporting = elsewhere.Reporting(Invitation(ADDRESS, "key"), shard, "10.0.0.2:7001")
+    reporting._thread.join(5.0)
+    assert not reporting._thread.is_alive()
+    assert "a run with 2 shards" in str(shard.error)
 
 
 @pytest.mark.seconds
