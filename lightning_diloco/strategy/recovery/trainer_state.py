@@ -12,7 +12,8 @@
    added here and their parameters are trainable again. The state of such a callback depends on the epoch, so a peer's
    is taken over.
 
-Random states are those of torch, CUDA, numpy and Python; those of XLA devices and other accelerators are not kept.
+Random states are those of torch, numpy, Python, and of the accelerator if its module in torch has `get_rng_state`
+(CUDA, MPS, XPU). That of XLA devices is not kept.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
         "precision": trainer.precision_plugin.state_dict(),
         "datamodule": own.pop(DATA, {}),
         "callbacks": own,
-        "random": _random_state(),
+        "random": random_state(strategy.root_device),
     }
     copied: State = tree_map(_copy, state)
     if strategy._holds_all:
@@ -131,7 +132,7 @@ def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     total = loop.batch_progress.total
     total.ready = total.completed + 1  # the state was taken after this batch had begun; do not count it twice
     if is_own:
-        _set_rng_states(state["random"])
+        restore_random_state(state["random"], trainer.strategy.root_device)
 
 
 def position(state: State) -> tuple[int, int]:
@@ -183,10 +184,28 @@ def _copy(leaf: object) -> object:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
-def _random_state() -> State:
+def random_state(device: torch.device) -> State:
+    """Return the states of all global random generators, with that of a device of this type."""
     state = _collect_rng_states()
     name, keys, *rest = state["numpy"]
-    return {**state, "numpy": (name, keys.tolist(), *rest)}
+    own = _generators(device)
+    return {**state, "numpy": (name, keys.tolist(), *rest), "device": None if own is None else own.get_rng_state()}
+
+
+def restore_random_state(state: State, device: torch.device) -> None:
+    """Restore the states of all global random generators; that of another type of device is ignored."""
+    _set_rng_states(state)
+    own, saved = _generators(device), state.get("device")
+    if own is not None and saved is not None:
+        own.set_rng_state(saved)
+
+
+def _generators(device: torch.device) -> Any:
+    """Return torch's module of this type of device; None if Lightning has its states, or if it has none."""
+    if device.type in ("cpu", "cuda", "xla"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state") else None
 
 
 def _not_called(trainer: pl.Trainer, warned: set[str]) -> list[str]:
