@@ -25,6 +25,7 @@ pytestmark = [
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"
 TAKEOVER_S = 10.0
+HOOK_S = 1.0  # a step that waits for the network takes seconds
 
 
 def ip(*words: str) -> None:
@@ -83,3 +84,4 @@ def test_rounds_continue_and_nothing_is_lost_after_the_machine_of_the_primary_is
     machines.stop_file.touch()
     assert [machines.end(process) for process in (*learners, *pair.running)] == [0] * 4
     assert_whole(pair, 1, ["l0", "l1"])
+    assert max(machines.held(name)["longest_hook_s"] for name in ("l0", "l1")) < HOOK_S
