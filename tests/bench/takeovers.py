@@ -9,8 +9,8 @@ python -m tests.bench.takeovers --shards 3 --takeovers 10                       
 3. Learners time their own calls of the strategy. With n takeovers, the n-th longest call is compared with that of a run
    of about the same time without a standby or faults, in which processes start as often. (Starts take most of a core
    for seconds.) If each takeover held a learner up once, this call would be as long.
-4. At the end, the ledger must be exact, learners must hold the bits on disk, and the tape must have no version of a
-   fragment twice. (It may lack those of the last second before a fault.)
+4. At the end, the ledger must be exact, learners must hold the bits on disk, a replay of the log must give the same
+   bits, and the tape must have no version of a fragment twice. (It may lack those of the last second before a fault.)
 5. The control is a standby that was away while the primary continued. It gets the command to take over, and the checks
    must detect that commits are lost.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.replay import replay
 from tests.bench import report
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
@@ -76,6 +77,7 @@ def finish(pair: Pair, primary: int, processes: Sequence[Any]) -> dict[str, Any]
         "bits": all(
             h["digests"][p] == digests[p] for h in held for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p]
         ),
+        "replayed": replay(pair.dirs[primary]).versions == tuple(versions),
         "no version twice": max(told.values()) == 1 and all(version <= versions[p] for p, version in told),
         "longest_hooks_s": [h["longest_hooks_s"] for h in held],
         "commits": summary["rounds"],
@@ -179,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the ledger of {faults['commits']} commits is exact, and nothing was discarded": faults["ledger"]
         and faults["nothing discarded"],
         "learners hold the bits that are on disk": faults["bits"],
+        "a replay of the log gives these bits": faults["replayed"],
         "no version of a fragment was committed twice": faults["no version twice"],
         "all processes ended by themselves": not any(faults["exits"]),
         "control: a standby that missed commits loses some, and the ledger says so": late["ledger"]
