@@ -88,8 +88,14 @@ def add_parser(verbs: Any) -> None:
     add("--rejoin", type=seconds, metavar="TIME", help="time from such a death to the next step (2min)")
     add("--outage-every", type=seconds, metavar="TIME", help="mean time between outages of a learner's link (none)")
     add("--outage", type=seconds, metavar="TIME", help="duration of such an outage (1min)")
-    add("--syncer-mtbf", type=seconds, metavar="TIME", help="mean time between failures of the syncer (none)")
+    add(
+        "--syncer-mtbf",
+        type=seconds,
+        metavar="TIME",
+        help="mean time between failures of the syncer, and of each shard (none)",
+    )
     add("--syncer-back", type=seconds, metavar="TIME", help="time until it, or its standby, serves again (1min)")
+    add("--shards", type=int, metavar="S", help="machines that share the fragments (1)")
     add("--standby-link", type=bits, metavar="RATE", help="link to a standby, which copies each commit (no standby)")
     add("--extra", type=int, metavar="N", help="learners that join in the middle of the run, and leave again (none)")
     add("--extra-for", type=seconds, metavar="TIME", help="how long they stay; needed with --extra")
@@ -257,7 +263,7 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     sizes = FragmentSizes(numel, numel * p, nbytes, nbytes * p, p)
     # The syncer's machine is never the bottleneck here; `diloco plan` checks a real one.
     fleet = Machines(num_learners=num_learners, link_bps=options["link"], rtt_s=rtt_s, step_s=min(steps_s),
-                     syncer_cores=64, memory_bytes_per_s=400e9,
+                     syncer_cores=64, memory_bytes_per_s=400e9, num_shards=max(1, given.get("shards", 1)),
                      standby_link_bps=given.get("standby_link"))  # fmt: skip
     exchange = Exchange.of(sizes, config, fleet)
     return Scenario(
@@ -272,6 +278,7 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         outage_s=given.get("outage", 60.0),
         syncer_mtbf_s=given.get("syncer_mtbf"),
         syncer_back_s=given.get("syncer_back", 60.0),
+        num_shards=given.get("shards", 1),
         num_extra=given.get("extra", 0),
         extra_s=given.get("extra_for", 0.0),
         duration_s=given["steps"] * min(steps_s) if "steps" in given else given.get("duration"),

@@ -236,7 +236,7 @@ class History:
 
     def _restart_shard(self, amount: float) -> None:
         if amount < 0.4:
-            self._fleet.syncer.restart_shard()
+            self._fleet.syncer.restart_shard(away_s=max(0.0, 60.0 * amount - 12.0))
         else:
             self._fleet.syncer.shard_dies_at = do.Merge if amount < 0.7 else do.Apply
 

@@ -390,7 +390,7 @@ class Fleet:
         if learner.is_dead:
             return
         p, seq = ready.fragment, ready.seq
-        if not self._reaches(learner, boot):
+        if not self._reaches(learner, boot) or self.syncer.is_away(p):
             self._learner_handles(learner, on.UploadFailed(p, seq))
             return
         error, learner.bad_payload = ("scales are not finite" if learner.bad_payload else None), False
@@ -407,7 +407,7 @@ class Fleet:
         learner.is_fetching = True
         action, boot = learner.fetches.popleft(), self.syncer.boot
         p, member = action.fragment, self.syncer.state.roster.get(learner.session)
-        if not self._reaches(learner, boot) or member is None:
+        if not self._reaches(learner, boot) or member is None or self.syncer.is_away(p):
             self._after(self.network.download_s, partial(self._fetched, learner, action, None, boot))
             return
         self._fetch_begins(learner, action)

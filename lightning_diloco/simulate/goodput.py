@@ -48,8 +48,10 @@ class Scenario:
         rejoin_s: time from such a death to the first step of the next process.
         outage_mtbf_s: mean time between outages of a learner's link; None: no outages.
         outage_s: duration of an outage. Training continues during an outage.
-        syncer_mtbf_s: mean time between failures of the syncer; None: it does not fail.
+        syncer_mtbf_s: mean time between failures of the syncer, and of each of its other shards; None: none fails.
         syncer_back_s: time until it, or its standby, serves again with its whole state. Training continues meanwhile.
+        num_shards: number of machines that share the fragments, the syncer's and those of its other shards. They fail
+            independently. While one of the others is away, only its fragments wait.
         num_extra: number of learners that join in the middle of the run and leave again.
         extra_s: how long the extra learners stay.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
@@ -70,6 +72,7 @@ class Scenario:
     outage_s: float = 60.0
     syncer_mtbf_s: float | None = None
     syncer_back_s: float = 60.0
+    num_shards: int = 1
     num_extra: int = 0
     extra_s: float = 0.0
     duration_s: float | None = None
@@ -147,9 +150,12 @@ def simulate(scenario: Scenario) -> Outcome:
         all_pauses.append(_stops_training(stops))
         ideal += until_s / step_s * _TOKENS
     if scenario.syncer_mtbf_s is not None:
-        away_s, failures = scenario.syncer_back_s, random.Random(f"{scenario.seed} syncer")
-        begin = partial(fleet.syncer.suspend, away_s)
-        _fail(fleet, scenario.syncer_mtbf_s, failures, until_s, begin=begin, lasts_s=away_s)
+        away_s = scenario.syncer_back_s
+        for k in range(scenario.num_shards):
+            failures = random.Random(f"{scenario.seed} syncer" + (f" {k}" if k else ""))
+            lose_shard = partial(fleet.syncer.restart_shard, (k, scenario.num_shards), away_s)
+            begin = lose_shard if k else partial(fleet.syncer.suspend, away_s)
+            _fail(fleet, scenario.syncer_mtbf_s, failures, until_s, begin=begin, lasts_s=away_s)
     by_name = {member.name: member for member in members}
     fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
     extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
@@ -203,6 +209,10 @@ def _check(scenario: Scenario) -> None:
         raise ConfigError(
             f"{scenario.num_learners} learners with {chips.count:g} chips each, in slices of {chips.slice_chips:g}; a "
             "learner needs at least one chip, and a slice holds 1 chip up to all chips of a learner"
+        )
+    if not 1 <= scenario.num_shards <= scenario.config.fragments_wanted:
+        raise ConfigError(
+            f"{scenario.num_shards} shards for {scenario.config.fragments_wanted} fragments; a shard has at least one"
         )
     times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
     means = {

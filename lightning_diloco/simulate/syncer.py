@@ -100,6 +100,7 @@ class SimulatedSyncer:
         self._expect, self._merge_s, self.guard = expect, merge_s, guard
         self._gradients: dict[tuple[int, int], int] = {}
         self._num_lost: Counter[int] = Counter()  # number of restarts of its shard, by fragment
+        self._away_until_s: dict[int, float] = {}  # by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._todo: deque[do.SyncerAction] = deque()
         self._suspended_until_s = 0.0
@@ -156,15 +157,28 @@ class SimulatedSyncer:
             self.state = self.disk.recovered(expect=self._expect, now_s=now_s, use_snapshot=use_snapshot)
             self._world.reconnect()
 
-    def restart_shard(self) -> None:
-        """Kill the process of a shard with half of the fragments, and start it again: it has lost all payloads."""
+    def restart_shard(self, part: tuple[int, int] = (1, 2), away_s: float = 0.0) -> None:
+        """Kill the process of a shard, and start it again: it has lost all payloads.
+
+        Args:
+            part: (k, S) for shard k of S, which has the fragments p with p mod S = k.
+            away_s: time until it works again.
+        """
         self.shard_dies_at = None
-        lost = tuple(range(1, len(self.state.rounds.fragments), 2))
+        lost = tuple(range(part[0], len(self.state.rounds.fragments), part[1]))
         for p in lost:
             self._num_lost[p] += 1
         self.payloads = {key: value for key, value in self.payloads.items() if key[1] not in lost}
         self._gradients = {key: value for key, value in self._gradients.items() if key[0] not in lost}
-        self.handle(on.PayloadsLost(lost))
+        if away_s:
+            self._away_until_s |= dict.fromkeys(lost, self._timeline.now_s + away_s)
+            self._timeline.after(away_s, partial(self._handle_own, on.PayloadsLost(lost), self.boot))
+        else:
+            self.handle(on.PayloadsLost(lost))
+
+    def is_away(self, p: int) -> bool:
+        """Return whether the shard with this fragment is away."""
+        return self._timeline.now_s < self._away_until_s.get(p, 0.0)
 
     def add_standby(self, delay_s: float, commit_s: float = 0.0) -> None:
         """Register a standby that has all records; see `Standby`."""

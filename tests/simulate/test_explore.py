@@ -116,6 +116,24 @@ def fleet_of_two(**network: float) -> tuple[Fleet, list[SimulatedLearner]]:
     return fleet, [fleet.start(f"l{k}", Pace(step_s=0.5, tokens=4)) for k in range(2)]
 
 
+def test_only_the_fragments_of_a_shard_that_is_away_wait() -> None:
+    fleet, _ = fleet_of_two()
+
+    def versions() -> list[int]:
+        return [f.version for f in fleet.syncer.state.rounds.fragments]
+
+    fleet.run_for(10.0)
+    fleet.syncer.restart_shard((1, 2), away_s=20.0)
+    before = versions()
+    fleet.run_for(19.0)
+    during = versions()
+    assert during[0] > before[0] + 3
+    assert during[1] == before[1]
+    fleet.run_for(10.0)
+    assert versions()[1] > during[1]
+    fleet.invariants.audit()
+
+
 def last_commit(fleet: Fleet) -> Entry:
     return next(entry for entry in reversed(fleet.syncer.disk.log) if isinstance(entry.record, CommitRecord))
 

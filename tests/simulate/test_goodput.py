@@ -77,6 +77,7 @@ def test_the_closed_form_of_a_plan_agrees_with_the_simulation(mtbf_s: float, rej
     [
         ({"outage_mtbf_s": 60.0, "outage_s": 30.0}, "merges"),
         ({"syncer_mtbf_s": 60.0, "syncer_back_s": 30.0}, "rounds"),
+        ({"syncer_mtbf_s": 90.0, "syncer_back_s": 30.0, "num_shards": 4}, "rounds"),
     ],
 )
 def test_failures_of_a_link_or_of_the_syncer_cost_no_work(failures: dict[str, float], fewer: str) -> None:
@@ -186,6 +187,8 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
         ({"mtbf_s": 0.0}, "mean time between deaths is too short"),
         ({"outage_mtbf_s": 0.0}, "mean time between outages is too short"),
         ({"syncer_mtbf_s": 0.0}, "mean time between failures of the syncer is too short"),
+        ({"num_shards": 0}, "0 shards for"),
+        ({"num_shards": 99}, "99 shards for"),
         ({"num_extra": 2}, "stay of extra learners is too short"),
         ({"num_extra": 2, "extra_s": 401.0}, "a part of the simulated time"),
         ({"num_extra": -1, "extra_s": 9.0}, "-1 extra learners"),

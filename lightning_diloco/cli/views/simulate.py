@@ -99,10 +99,11 @@ def _outages(scenario: Scenario) -> list[str]:
 def _failures_of_the_syncer(scenario: Scenario) -> list[str]:
     if scenario.syncer_mtbf_s is None:
         return ["the syncer does not fail"]
-    return [
-        f"the syncer fails every {scenario.syncer_mtbf_s:,.0f} s on average, for {scenario.syncer_back_s:g} s; it "
-        "loses nothing, messages wait, and the learners train on"
-    ]
+    failing = f"fails every {scenario.syncer_mtbf_s:,.0f} s on average, for {scenario.syncer_back_s:g} s"
+    found = [f"the syncer {failing}; it loses nothing, messages wait, and the learners train on"]
+    if scenario.num_shards > 1:
+        found.append(f"each of its {scenario.num_shards - 1} other shards {failing}; only its fragments wait")
+    return found
 
 
 def _extra(scenario: Scenario) -> list[str]:
