@@ -148,7 +148,7 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     Raises:
         ConfigError: the target is not valid, or there is no token for it.
     """
-    from lightning_diloco.transport.address import SCHEME, JoinAddress, given_address, read_join_file, split_host_port
+    from lightning_diloco.transport.address import SCHEME, JoinAddress, address_from, read_join_file, split_host_port
 
     target: str = arguments.target
     if target.startswith(f"{SCHEME}://"):
@@ -163,7 +163,7 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
             f"{target}: an address needs a token; set DILOCO_JOIN to the join string in RUN_DIR/join, "
             "or pass it with --join"
         )
-    known = given_address(join) if arguments.join else JoinAddress.parse(join)
+    known = address_from(join) if arguments.join else JoinAddress.parse(join)
     return known.swapped() if target == known.standby else dataclasses.replace(known, host=host, port=port)
 
 

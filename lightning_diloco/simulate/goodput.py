@@ -150,12 +150,7 @@ def simulate(scenario: Scenario) -> Outcome:
         all_pauses.append(_stops_training(stops))
         ideal += until_s / step_s * _TOKENS
     if scenario.syncer_mtbf_s is not None:
-        away_s = scenario.syncer_back_s
-        for k in range(scenario.num_shards):
-            failures = random.Random(f"{scenario.seed} syncer" + (f" {k}" if k else ""))
-            lose_shard = partial(fleet.syncer.restart_shard, (k, scenario.num_shards), away_s)
-            begin = lose_shard if k else partial(fleet.syncer.suspend, away_s)
-            _fail(fleet, scenario.syncer_mtbf_s, failures, until_s, begin=begin, lasts_s=away_s)
+        _fail_syncer(fleet, scenario, scenario.syncer_mtbf_s)
     by_name = {member.name: member for member in members}
     fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
     extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
@@ -299,6 +294,16 @@ class _Member:
         self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
         join_s = self._fleet.syncer.state.heartbeat_s  # the syncer waits as long for the old process
         self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
+
+
+def _fail_syncer(fleet: Fleet, scenario: Scenario, mtbf_s: float) -> None:
+    """Schedule failures of the syncer and of each of its other shards."""
+    away_s = scenario.syncer_back_s
+    for k in range(scenario.num_shards):
+        failures = random.Random(f"{scenario.seed} syncer" + (f" {k}" if k else ""))
+        lose_shard = partial(fleet.syncer.restart_shard, (k, scenario.num_shards), away_s)
+        begin = lose_shard if k else partial(fleet.syncer.suspend, away_s)
+        _fail(fleet, mtbf_s, failures, scenario.length_s, begin=begin, lasts_s=away_s)
 
 
 def _fail(

@@ -32,7 +32,7 @@ from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.gated_handler import GatedHandler
 from lightning_diloco.syncer.options import SyncerOptions
 from lightning_diloco.syncer.service import SyncerService
-from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token, write_num_shards
+from lightning_diloco.syncer.shards.layout import holds_run, num_shards_of, tell_token, write_num_shards
 from lightning_diloco.syncer.shards.others import OtherShards
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
@@ -121,7 +121,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
     run_dir, given = options.run_dir, options.standby_of
     if options.takes_over:
         replacement.install(run_dir)
-        if not (run_dir / "syncer" / "log").exists():
+        if not holds_run(run_dir):
             raise ConfigError(f"--take-over: {run_dir} holds no run; give the directory of the syncer that shall serve")
         become_primary(run_dir)
         forget_standby(run_dir)
@@ -142,7 +142,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
             f"--run-dir {run_dir} is the directory of the primary at {given.address.host_port}, or a copy of it; "
             "choose an empty one"
         )
-    if (run_dir / "syncer" / "log").exists():
+    if holds_run(run_dir):
         differs_after(run_dir, 0)  # it was a primary, so its records may differ
     return given
 
@@ -234,7 +234,7 @@ def _have_shards(options: SyncerOptions, num_shards: int) -> None:
             f"--shards {options.num_shards}: the primary has {num_shards}, and its standby has as many; omit --shards"
         )
     if num_shards_of(run_dir) != num_shards:
-        if (run_dir / "syncer" / "log").exists():
+        if holds_run(run_dir):
             differs_after(run_dir, 0)
         remove_tree(run_dir / "syncer" / "shards")
         write_num_shards(run_dir / "syncer", num_shards)
@@ -252,7 +252,7 @@ def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> int
             copy_identity(source, options.run_dir)
             return num_shards_at(source)
         except TransportError:
-            if (options.run_dir / "syncer" / "log").exists():
+            if holds_run(options.run_dir):
                 return num_shards_of(options.run_dir)
             if time.monotonic() > until_s:
                 raise

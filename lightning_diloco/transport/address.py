@@ -135,7 +135,7 @@ class JoinAddress:
         return self.redacted()
 
 
-def given_address(text: str) -> JoinAddress:
+def address_from(text: str) -> JoinAddress:
     """Parse a join string, or read the join file if the text is a path.
 
     Raises:

@@ -29,7 +29,7 @@ from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import PROTOCOL_VERSION
 from lightning_diloco.errors import ConfigError, DiLoCoError, StandbyError
 from lightning_diloco.process.machine import cores_here, interface_of, memory_here
-from lightning_diloco.transport.address import JoinAddress, given_address, placed
+from lightning_diloco.transport.address import JoinAddress, address_from, placed
 
 if TYPE_CHECKING:
     from lightning_diloco.cli.sites.measure import Link
@@ -101,7 +101,7 @@ def call(arguments: argparse.Namespace) -> int:
 def _address(arguments: argparse.Namespace) -> JoinAddress | None:
     """Return the address of the run at a learner's site; None on the syncer's machine."""
     if arguments.join is not None:
-        return given_address(arguments.join)
+        return address_from(arguments.join)
     if arguments.run_dir is not None and arguments.target is None:
         return None
     join = os.environ.get("DILOCO_JOIN")

@@ -26,6 +26,11 @@ def directory_of(run_dir: Path, k: int) -> Path:
     return run_dir / "syncer" / "shards" / str(k)
 
 
+def holds_run(run_dir: Path) -> bool:
+    """Return whether this directory has the log of a run."""
+    return (run_dir / "syncer" / "log").exists()
+
+
 def num_shards_of(run_dir: Path) -> int:
     """Return the number of shards of the run in this directory; 1 if there is no run."""
     file = run_dir / "syncer" / "num_shards"

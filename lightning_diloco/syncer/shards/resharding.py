@@ -18,7 +18,7 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import fragments_of
-from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of, write_num_shards
+from lightning_diloco.syncer.shards.layout import directory_of, holds_run, num_shards_of, write_num_shards
 from lightning_diloco.syncer.shards.whole import opened_run
 from lightning_diloco.syncer.standby.replica import has_standby
 
@@ -43,7 +43,7 @@ def settle_num_shards(run_dir: Path, given: int | None) -> int:
     known = num_shards_of(run_dir)
     if given is None or given == known:
         return known
-    if (run_dir / "syncer" / "log").exists():
+    if holds_run(run_dir):
         deal_anew(run_dir, given)
     else:
         make_directory(run_dir / "syncer")

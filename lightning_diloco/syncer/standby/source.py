@@ -26,6 +26,7 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.storage.tape import TAPE
 from lightning_diloco.syncer import replacement
+from lightning_diloco.syncer.shards.layout import holds_run
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 from lightning_diloco.transport.base import Connection, Json
@@ -157,7 +158,7 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
 
 def is_copied(run_dir: Path) -> bool:
     """Return whether the log of this directory is a part of its primary's, so that following it can continue."""
-    return (run_dir / "syncer" / "log").exists() and not (run_dir / replacement.OUTDATED).exists()
+    return holds_run(run_dir) and not (run_dir / replacement.OUTDATED).exists()
 
 
 def differs_after(run_dir: Path, lsn: int) -> None:
