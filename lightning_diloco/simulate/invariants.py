@@ -90,7 +90,7 @@ class Invariants:
         lapsed = {member.session for member in members if member.is_lapsed}
         if self._lapsed is not None and self._fleet.network.loss == 0:
             for learner in (self._fleet.learners[session] for session in lapsed - self._lapsed):
-                for_s = self._fleet.now_s - learner.connected_s
+                for_s = self._fleet.syncer.event_came_s - learner.connected_s  # leases are measured from arrival
                 if not learner.is_gone and not learner.is_cut and for_s > self._fleet.config.lease_s:
                     self._fail(f"the lease of {learner.session} ran out, although it was connected for {for_s:.1f} s")
         self._lapsed = lapsed

@@ -63,6 +63,7 @@ class SimulatedSyncer:
 
     Attributes:
         state: the state machine of the present process.
+        event_came_s: when the event that is handled now, or was handled last, arrived.
         boot: number of restarts.
         payloads: contributions that have arrived, by session, fragment and seq.
         standby: its standby; None: it has none.
@@ -96,6 +97,7 @@ class SimulatedSyncer:
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)
         self.payloads: dict[tuple[str, int, int], int] = {}
         self.boot = 0
+        self.event_came_s = 0.0
         self._world, self._config, self._timeline, self._chance = world, config, timeline, chance
         self._expect, self._merge_s, self.guard = expect, merge_s, guard
         self._gradients: dict[tuple[int, int], int] = {}
@@ -212,10 +214,10 @@ class SimulatedSyncer:
 
     def _take_events(self) -> None:
         while self._inbox and not self._is_blocked:
-            came_s, event = self._inbox.popleft()
+            self.event_came_s, event = self._inbox.popleft()
             self._world.saw("syncer", event)
             try:
-                self._todo.extend(self.state.handle(event, came_s))
+                self._todo.extend(self.state.handle(event, self.event_came_s))
                 self._carry_out()
             except Killed:
                 self._start_again()

@@ -281,3 +281,22 @@ def test_a_restarted_syncer_waits_for_its_standby() -> None:
     fleet.syncer.take_over()
     fleet.run_for(20.0)
     fleet.invariants.audit()
+
+
+def test_a_lease_that_ran_out_while_the_syncer_waited_for_its_standby_is_no_violation() -> None:
+    fleet, (learner, _) = fleet_of_two()
+    fleet.run_for(4.0)
+    fleet.syncer.add_standby(0.05)
+    standby = fleet.syncer.standby
+    assert standby is not None
+    fleet.cut(learner)
+    standby.is_cut = True
+    fleet.start("l2", Pace(step_s=0.5, tokens=4))  # the syncer waits until the standby has this learner
+    fleet.run_for(fleet.config.lease_s + 1.0)
+    fleet.heal(learner)
+    fleet.run_for(fleet.config.lease_s + 1.0)
+    standby.heal()
+    fleet.run_for(1.0)  # it handles what came meanwhile: the lapse, then the return
+    assert "lapse" in [note.event for _, note in fleet.syncer.notes]
+    member = fleet.syncer.state.roster.get(learner.session)
+    assert member is not None and not member.is_lapsed
