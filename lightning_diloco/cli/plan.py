@@ -45,6 +45,8 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "plan", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see `diloco ls`")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    simulate = "simulate the failures of --mtbf with `diloco simulate`, instead of a formula; may take minutes"
+    parser.add_argument("--simulate", action="store_true", help=simulate)
     _add_machines(parser)
     options = parser.add_argument_group("options of the run, which override the recipe's")
     options.add_argument("--max-steps", type=int, metavar="N", help="inner steps of each learner")
@@ -94,17 +96,22 @@ def call(arguments: argparse.Namespace) -> int:
             f"{path} is a script; only a YAML recipe can be planned, because a script must run to be read"
         )
     drawn, found = forecast_of(path, vars(arguments))
+    if arguments.simulate:
+        from lightning_diloco.simulate.planned import simulated_goodput
+
+        found = dataclasses.replace(found, goodput=simulated_goodput(found))
     from lightning_diloco.planner.fixes import cheapest_fix
 
     fix = cheapest_fix(found)
+    notes = _notes(found, drawn, is_simulated=arguments.simulate)
     if arguments.json:
-        print(json.dumps(_figures(found, fix, drawn), indent=2))
+        print(json.dumps({**_figures(found, fix, drawn), "notes": notes}, indent=2))
     else:
         from rich.console import Console
 
         from lightning_diloco.cli.views.plan import plan_view
 
-        Console().print(plan_view(path, found, fix, _notes(found, drawn), _warnings(found, drawn)))
+        Console().print(plan_view(path, found, fix, notes, _warnings(found, drawn)))
     return 0 if found.is_feasible else 1
 
 
@@ -215,13 +222,12 @@ def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, An
         "loads": {resource.name: resource.load for resource in found.resources},
         "tightest": found.tightest.name,
         "fix": None if fix is None else dataclasses.asdict(fix),
-        "notes": _notes(found, drawn),
         "warnings": _warnings(found, drawn),
         "feasible": found.is_feasible,
     }
 
 
-def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
+def _notes(found: Forecast, drawn: Blueprint, *, is_simulated: bool) -> list[str]:
     """Return the assumptions of the forecast."""
     from lightning_diloco.planner.bandwidth import LINK_SHARE
 
@@ -248,6 +254,7 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
             f"a learner fails every {scenario.mtbf_s / 3600:.3g} h, at a random time, makes its next step after "
             f"{scenario.restart_s:.0f} s and the adoption, and loses half a period of steps and what was in flight: "
             "goodput = exp(-(down + lost) / mtbf) * (1 - stall) * (1 - pauses)"
+            + (", whose first factor was simulated" if is_simulated else "; --simulate runs the protocol instead")
         )
     if scenario.pauses:
         notes.append(f"{scenario.pauses:.1%} of the time goes into validation and into steps longer than usual")

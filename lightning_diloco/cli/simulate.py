@@ -52,6 +52,7 @@ _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "mtbi": (seconds, seconds("1y"), "mean time between interruptions of a chip, such as 1y (1y)"),
 }
 _OF_THE_RUN = ("quorum", "grace", "sync-every", "overlap")
+_GRADIENT_BITS = 16  # bfloat16
 _SEARCH = {"for_s", "seeds", "keep"}  # options of --explore alone
 _TIMES = {
     "rescale": "time that an elastic learner needs to go on with other slices",
@@ -99,6 +100,12 @@ def add_parser(verbs: Any) -> None:
     add("--standby-link", type=bits, metavar="RATE", help="link to a standby, which copies each commit (no standby)")
     add("--extra", type=int, metavar="N", help="learners that join in the middle of the run, and leave again (none)")
     add("--extra-for", type=seconds, metavar="TIME", help="how long they stay; needed with --extra")
+    add(
+        "--site-link",
+        type=bits,
+        metavar="RATE",
+        help="link between the sites of data parallel training, which has several with --extra (infinitely fast)",
+    )
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
     add("--steps", type=count, metavar="N", help="the same as steps of each learner, the fastest one if they differ")
     add("--seed", type=int, metavar="N", help="seed of all randomness (1)")
@@ -218,16 +225,17 @@ def _simulated(given: Mapping[str, Any]) -> Iterator[Row]:
     for baseline in given.get("baseline", ()):
         name = "elastic data parallel" if _BASELINES[baseline] else "data parallel"
         for chips, mtbi_s in itertools.product(values["chips"], values["mtbi"]):
-            options = {**{name: choices[0] for name, choices in values.items()}, "learners": 1}
+            options = {name: choices[0] for name, choices in values.items()}
             scenario = _scenario(given, {**options, "chips": chips, "mtbi": mtbi_s})
             varied = {"mtbi": mtbi_s} if "mtbi" in several else {}
-            yield Row(name, chips, varied, scenario, data_parallel(scenario, is_elastic=_BASELINES[baseline]))
+            yield Row(name, 1, chips, varied, scenario, data_parallel(scenario, is_elastic=_BASELINES[baseline]))
     for combination in itertools.product(*values.values()):
         options = dict(zip(values, combination, strict=True))
         scenario = _scenario(given, options)
         varied = {name: options[name] for name in values if name in several}
-        name = f"{options['learners']} learner" + "s" * (options["learners"] != 1)
-        yield Row(name, options["chips"], varied, scenario, simulate(scenario))
+        num_learners = options["learners"]
+        name = f"{num_learners} learner" + "s" * (num_learners != 1)
+        yield Row(name, num_learners, options["chips"], varied, scenario, simulate(scenario))
 
 
 def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
@@ -236,7 +244,7 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     from lightning_diloco.planner.memory import FragmentSizes
     from lightning_diloco.simulate.chips import Chips
     from lightning_diloco.simulate.goodput import Scenario
-    from lightning_diloco.simulate.settings import Network
+    from lightning_diloco.simulate.planned import durations
 
     num_learners, steps_s, rtt_s = options["learners"], tuple(given.get("step", [1.0])), given.get("rtt", 0.04)
     of_the_run = {name.replace("-", "_"): options[name] for name in _OF_THE_RUN if options[name] is not None}
@@ -257,7 +265,8 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         failures_per=given.get("failures_per", "chip"),
         **times,
     )
-    numel = int(given.get("parameters", 5e9) / config.fragments_wanted / config.block_size + 1) * config.block_size
+    parameters = given.get("parameters", 5e9)
+    numel = int(parameters / config.fragments_wanted / config.block_size + 1) * config.block_size
     nbytes = wire_nbytes(numel, config.wire, config.block_size)
     p = config.fragments_wanted
     sizes = FragmentSizes(numel, numel * p, nbytes, nbytes * p, p)
@@ -281,9 +290,9 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         num_shards=given.get("shards", 1),
         num_extra=given.get("extra", 0),
         extra_s=given.get("extra_for", 0.0),
+        site_s=_GRADIENT_BITS * parameters / given["site_link"] if "site_link" in given else 0.0,
         duration_s=given["steps"] * min(steps_s) if "steps" in given else given.get("duration"),
-        network=Network(latency_s=rtt_s / 2, upload_s=exchange.upload_s, download_s=exchange.download_s),
-        merge_s=(exchange.merge_s + exchange.log_s + exchange.standby_s) / 2,
         config=config,
         seed=given.get("seed", 1),
+        **durations(exchange, rtt_s),
     )

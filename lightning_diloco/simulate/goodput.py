@@ -7,7 +7,9 @@
    of the whole run would have trained without failures. With extra learners it can exceed 1; a run of the same tokens
    then takes 1 / work of the time.
 3. uptime: share of the time in which at least one learner trained.
-4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing.
+4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing on
+   one site. Extra learners are further sites, each as large as the first one, the last one maybe partly used. Each step
+   then averages gradients by a ring of all sites, and training restarts when they come and when they leave.
 
 Source: the measures are the paper's (Table 1).
 """
@@ -54,6 +56,7 @@ class Scenario:
             independently. While one of the others is away, only its fragments wait.
         num_extra: number of learners that join in the middle of the run and leave again.
         extra_s: how long the extra learners stay.
+        site_s: time to send all gradients from one site to another; only for data parallel training.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
         network: times of messages and transfers.
         merge_s: seconds of a merge, and of a commit.
@@ -75,6 +78,7 @@ class Scenario:
     num_shards: int = 1
     num_extra: int = 0
     extra_s: float = 0.0
+    site_s: float = 0.0
     duration_s: float | None = None
     network: Network = field(default_factory=Network)
     merge_s: float = 0.1
@@ -182,16 +186,34 @@ def simulate(scenario: Scenario) -> Outcome:
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
     _check(scenario)
-    count = scenario.chips.count * scenario.num_learners
-    chips = replace(scenario.chips, count=count, is_elastic=is_elastic)
-    until_s = scenario.length_s * scenario.num_learners
-    stops = list(pauses(chips, random.Random(f"{scenario.seed} 0"), until_s=until_s))
-    in_training = _stops_training(stops)
+    m, step_s, until_s = scenario.num_learners, max(scenario.step_s), replace(scenario, num_learners=1).length_s
+    chips = replace(scenario.chips, is_elastic=is_elastic)
+    restart_s = chips.rescale_s if is_elastic else chips.restart_s
+    parts = [(until_s, 0)]
+    if scenario.num_extra:
+        alone_s = (until_s - scenario.extra_s) / 2
+        parts = [(alone_s, 0), (scenario.extra_s, scenario.num_extra), (alone_s, 0)]
+    in_training: list[Pause] = []
+    work, begins_s = 0.0, 0.0
+    for k, (part_s, num_extra) in enumerate(parts):
+        num = m + num_extra
+        if k:
+            in_training.append(Pause(begins_s, begins_s + restart_s, 1.0))
+        first_s = begins_s + restart_s * (k > 0)
+        begins_s += part_s
+        chance = random.Random(f"{scenario.seed} {k}")
+        stops = list(pauses(replace(chips, count=chips.count * num), chance, until_s=begins_s - first_s))
+        long_step_s = step_s + 2 * (1 - m / num) * scenario.site_s
+        steps = trained_s(stops, step_s=long_step_s, until_s=begins_s - first_s) / long_step_s
+        work += steps * step_s * num / m / until_s
+        in_training += [
+            replace(stop, begins_s=first_s + stop.begins_s, ends_s=first_s + stop.ends_s)
+            for stop in _stops_training(stops)
+        ]
     training = _training([in_training], until_s)
-    goodput = trained_s(stops, step_s=max(scenario.step_s), until_s=until_s) / until_s
     return Outcome(
-        goodput=goodput,
-        work=goodput,
+        goodput=work / (1 + scenario.num_extra / m * scenario.extra_s / until_s),
+        work=work,
         uptime=_uptime(training, until_s),
         pauses=len(in_training),
         training=training,

@@ -57,6 +57,17 @@ def test_json_has_the_promised_figures(capsys: pytest.CaptureFixture[str]) -> No
     assert figures["fix"] is None
 
 
+@pytest.mark.seconds
+def test_goodput_can_be_simulated_and_agrees_with_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    machines = (TINY, "--learners", "4", "--link", "1Gbit", "--step", "1s", "--mtbf", "20min", "--restart", "1min")
+    formula, simulated = plan(capsys, *machines), plan(capsys, *machines, "--simulate")
+    assert any("was simulated" in note for note in simulated["notes"])
+    assert simulated["goodput"] != formula["goodput"]
+    assert simulated["goodput"] == pytest.approx(formula["goodput"], abs=0.03)
+    assert {**simulated, "goodput": 0, "notes": 0} == {**formula, "goodput": 0, "notes": 0}
+    assert formula["goodput"] < 0.95
+
+
 def test_any_module_can_be_planned(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = plan(capsys, str(recipe))
     assert figures["parameters"] == 32 * 2 + 2

@@ -299,4 +299,5 @@ def test_a_lease_that_ran_out_while_the_syncer_waited_for_its_standby_is_no_viol
     fleet.run_for(1.0)  # it handles what came meanwhile: the lapse, then the return
     assert "lapse" in [note.event for _, note in fleet.syncer.notes]
     member = fleet.syncer.state.roster.get(learner.session)
-    assert member is not None and not member.is_lapsed
+    assert member is not None
+    assert not member.is_lapsed

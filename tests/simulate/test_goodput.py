@@ -137,6 +137,18 @@ def test_more_learners_lose_less_and_data_parallel_training_loses_most(often: Ou
     assert elastic.uptime == pytest.approx(elastic.goodput, abs=0.1)
 
 
+def test_extra_chips_of_data_parallel_training_pay_for_the_exchange_between_sites() -> None:
+    calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12, rescale_s=10.0), duration_s=1000.0)
+    visit = replace(calm, num_extra=4, extra_s=300.0)
+    near, far = (data_parallel(replace(visit, site_s=site_s), is_elastic=True) for site_s in (0.0, 1.0))
+    assert data_parallel(calm, is_elastic=True).work == 1.0
+    assert near.work == pytest.approx(0.7 - 0.01 + 2 * 0.29), "twice the chips; all stop for 10 s, twice"
+    assert far.work == pytest.approx(0.7 - 0.01 + 2 * 0.145), "a ring of two sites: a step takes one more second"
+    assert near.pauses == 2
+    assert near.uptime == pytest.approx(0.98)
+    assert near.goodput == pytest.approx(near.work / 1.3)
+
+
 def test_training_is_returned_as_the_number_of_learners_over_time(often: Outcome) -> None:
     times, nums = zip(*often.training, strict=True)
     assert list(times) == sorted(times)

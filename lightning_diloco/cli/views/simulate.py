@@ -27,6 +27,7 @@ class Row:
 
     Args:
         name: name of the simulated training, such as "8 learners" or "data parallel".
+        num_learners: number of learners; 1 for data parallel training.
         chips: number of chips of all learners together.
         varied: options that have several values, by name, without the number of chips.
         scenario: the simulated scenario.
@@ -34,6 +35,7 @@ class Row:
     """
 
     name: str
+    num_learners: int
     chips: float
     varied: Mapping[str, Any]
     scenario: Scenario
@@ -48,7 +50,7 @@ class Row:
         """Return the values for `--json`: shares 0..1, times in seconds."""
         found = {field.name: getattr(self.found, field.name) for field in dataclasses.fields(self.found)}
         del found["training"]
-        return {"run": self.name, "learners": self.scenario.num_learners, "chips": self.chips, **self.varied, **found}
+        return {"run": self.name, "learners": self.num_learners, "chips": self.chips, **self.varied, **found}
 
 
 def assumptions(rows: Sequence[Row]) -> list[str]:
@@ -66,7 +68,7 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
         f"a step takes {steps}; an upload {network.upload_s:.2g} s, a merge {2 * last.merge_s:.2g} s, a download "
         f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
         f"overlap {last.config.overlap}; the syncer has as many cores as it needs",
-        "the communication of data parallel training takes no time",
+        "the communication of data parallel training takes no time" + " on one site" * (last.site_s > 0),
         "take part: contributors per learner that was stepping when the round opened; merged: number of contributions",
         *_deaths(last),
         *_outages(last),
@@ -111,7 +113,10 @@ def _extra(scenario: Scenario) -> list[str]:
         return []
     return [
         f"{scenario.num_extra} more learners train for {scenario.extra_s:,.0f} s in the middle of the run; time: "
-        "that of the merged tokens, relative to the time that the other learners would need without failures"
+        "that of the merged tokens, relative to the time that the other learners would need without failures",
+        "in data parallel training they are further sites, each as large as the first one; each step averages bfloat16 "
+        f"gradients by a ring of the sites, {scenario.site_s:.2g} s from one site to another; all chips stop when they "
+        "come and when they leave, as after a failure",
     ]
 
 
@@ -143,7 +148,9 @@ def _by_figure(rows: Sequence[Row]) -> Table:
         cells = [f"{found.goodput:.1%}", f"{found.uptime:.1%}", f"{found.pauses:,}"]
         if found.participation is not None:
             cells += [f"{found.participation:.1%}", f"{found.rounds:,}", f"{found.merges:,}"]
-            cells += [f"{1 / found.work:.1%}"] if has_extra else []
+        else:
+            cells += ["", "", ""]
+        cells += [f"{1 / found.work:.1%}"] if has_extra else []
         table.add_row(row.label, *cells)
     return table
 
