@@ -8,7 +8,8 @@
    recent versions as lost.
 2. The invariants are checked after every event, and the whole log after every step. At the end, all learners reconnect,
    the network becomes that of real runs, in which polls are answered in order, and the norm guard scales nothing down.
-   Then each learner must get its work merged, drain completely and leave, and the ledger must be exact.
+   Then each learner must get its work merged, at least one of MERGED_OF successive contributions, drain completely and
+   leave, and the ledger must be exact.
 3. A step names learners by position, so a history is still valid if steps are left out. A failing history is shrunk:
    steps are left out as long as it still fails.
 """
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.simulate.disk import Entry
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.reading import Data
@@ -30,6 +33,7 @@ from lightning_diloco.simulate.settings import Network, Pace
 DATA = (Data(sizes=(90,), range_size=8), Data(sizes=(33, 0, 50), range_size=8, is_stream=True))
 MAX_STEPS = 40
 MAX_LEARNERS = 6
+MERGED_OF = 3
 RECONNECT_S, MERGED_S, DRAIN_S, LEAVE_S = 8.0, 60.0, 100.0, 120.0
 _WEIGHTS = {
     "join": 2, "replace": 2, "cut": 2, "heal": 3, "finish": 1, "spoil a payload": 1, "restart the syncer": 1,
@@ -284,9 +288,11 @@ class History:
             assert "no proof" not in (learner.error or ""), f"{learner.session} was rejected: {learner.error}"
         training = list(self._training())
         before = {learner.session: learner.state.tokens for learner in training if learner.state is not None}
+        num_records = len(fleet.syncer.disk.log)
         fleet.run_for(MERGED_S)
         for learner in training:
             self._check_merged(learner, before[learner.session])
+            self._check_regular(learner, fleet.syncer.disk.log[num_records:])
         undrained_before = self._num_undrained()
         for learner in self._training():
             fleet.finish(learner, within_s=DRAIN_S)
@@ -320,3 +326,16 @@ class History:
                 f"{learner.session} waits for a merge of fragment {p} since {MERGED_S:.0f} quiet seconds: {pending}, "
                 f"it had trained {tokens} tokens then\n{self._fleet.story()}"
             )
+
+    def _check_regular(self, learner: SimulatedLearner, log: Sequence[Entry]) -> None:
+        """Check that slow learners are waited for: of several successive contributions, at least one is merged."""
+        merged: dict[int, int] = {}  # by fragment: the newest seq
+        for record in (entry.record for entry in log):
+            merges = record.merges if isinstance(record, CommitRecord) else ()
+            for fragment, seq in ((record.fragment, m.ready.seq) for m in merges if m.session == learner.session):
+                skipped = seq - merged.get(fragment, seq) - 1
+                assert skipped < MERGED_OF, (
+                    f"{skipped} contributions of {learner.session} to fragment {fragment} in a row were not merged, up "
+                    f"to seq {seq}\n{self._fleet.story()}"
+                )
+                merged[fragment] = seq

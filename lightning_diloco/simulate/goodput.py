@@ -186,38 +186,36 @@ def simulate(scenario: Scenario) -> Outcome:
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
     _check(scenario)
-    m, step_s, until_s = scenario.num_learners, max(scenario.step_s), replace(scenario, num_learners=1).length_s
-    chips = replace(scenario.chips, is_elastic=is_elastic)
-    restart_s = chips.rescale_s if is_elastic else chips.restart_s
-    parts = [(until_s, 0)]
-    if scenario.num_extra:
+    m, num_extra, until_s = scenario.num_learners, scenario.num_extra, replace(scenario, num_learners=1).length_s
+    changes = [0.0, until_s]
+    if num_extra:
         alone_s = (until_s - scenario.extra_s) / 2
-        parts = [(alone_s, 0), (scenario.extra_s, scenario.num_extra), (alone_s, 0)]
-    in_training: list[Pause] = []
-    work, begins_s = 0.0, 0.0
-    for k, (part_s, num_extra) in enumerate(parts):
-        num = m + num_extra
-        if k:
-            in_training.append(Pause(begins_s, begins_s + restart_s, 1.0))
-        first_s = begins_s + restart_s * (k > 0)
-        begins_s += part_s
-        chance = random.Random(f"{scenario.seed} {k}")
-        stops = list(pauses(replace(chips, count=chips.count * num), chance, until_s=begins_s - first_s))
-        long_step_s = step_s + 2 * (1 - m / num) * scenario.site_s
-        steps = trained_s(stops, step_s=long_step_s, until_s=begins_s - first_s) / long_step_s
-        work += steps * step_s * num / m / until_s
-        in_training += [
-            replace(stop, begins_s=first_s + stop.begins_s, ends_s=first_s + stop.ends_s)
-            for stop in _stops_training(stops)
-        ]
-    training = _training([in_training], until_s)
+        changes[1:1] = [alone_s, alone_s + scenario.extra_s]
+    chips = replace(scenario.chips, is_elastic=is_elastic)
+    change_s = chips.rescale_s if is_elastic else chips.restart_s
+    stops = [Pause(at_s, at_s + change_s, 1.0) for at_s in changes[1:-1]]
+    work = 0.0
+    for k, (begins_s, ends_s) in enumerate(pairwise(changes)):
+        first_s, num = (begins_s + change_s if k else begins_s), m + num_extra * (k == 1)
+        of_part, steps = _part(scenario, replace(chips, count=chips.count * num), k, ends_s - first_s)
+        stops += [replace(stop, begins_s=first_s + stop.begins_s, ends_s=first_s + stop.ends_s) for stop in of_part]
+        work += num / m * steps * max(scenario.step_s) / until_s
+    training = _training([stops], until_s)
     return Outcome(
-        goodput=work / (1 + scenario.num_extra / m * scenario.extra_s / until_s),
+        goodput=work / (1 + num_extra / m * scenario.extra_s / until_s),
         work=work,
         uptime=_uptime(training, until_s),
-        pauses=len(in_training),
+        pauses=len(stops),
         training=training,
     )
+
+
+def _part(scenario: Scenario, chips: Chips, k: int, length_s: float) -> tuple[list[Pause], float]:
+    """Return the pauses and the steps of part k of a data parallel job, which has the same chips throughout."""
+    stops = list(pauses(chips, random.Random(f"{scenario.seed} {k}"), until_s=length_s))
+    num_sites = chips.count / (scenario.chips.count * scenario.num_learners)
+    step_s = max(scenario.step_s) + 2 * (1 - 1 / num_sites) * scenario.site_s
+    return _stops_training(stops), trained_s(stops, step_s=step_s, until_s=length_s) / step_s
 
 
 def _check(scenario: Scenario) -> None:

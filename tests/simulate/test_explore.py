@@ -67,6 +67,7 @@ def test_a_history_depends_only_on_its_seed() -> None:
         (sabotages.learners_leave_without_draining, "unmerged after a quiet drain"),
         (sabotages.old_processes_stay_active, "two processes of one learner take part"),
         (sabotages.a_lost_payload_is_not_sent_again, "waits for a merge"),
+        (sabotages.nobody_waits_for_superseded_learners, "in a row were not merged"),
         (sabotages.learners_leave_while_a_commit_is_written, "was merged after it had left"),
         (sabotages.leases_never_run_out, "still take part"),
         (sabotages.a_suspension_is_not_noticed, "the lease of .* ran out"),

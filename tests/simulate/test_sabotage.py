@@ -13,6 +13,7 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.events import Staged
 from lightning_diloco.protocol.learner.fragment import Fragment
 from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.syncer import rounds
 from lightning_diloco.protocol.syncer.contributions import Contributions
 from lightning_diloco.protocol.syncer.durable_state import DurableState
 from lightning_diloco.protocol.syncer.ledger import Account
@@ -189,6 +190,10 @@ def learners_leave_while_a_commit_is_written(patch: Patch) -> None:
 
 def leases_never_run_out(patch: Patch) -> None:
     patch.setattr(SyncerState, "_lapse", lambda *_: [])
+
+
+def nobody_waits_for_superseded_learners(patch: Patch) -> None:
+    patch.setattr(rounds, "OWED_AFTER", 1000)
 
 
 def a_suspension_is_not_noticed(patch: Patch) -> None:
