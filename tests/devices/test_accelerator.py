@@ -51,6 +51,12 @@ def test_a_device_without_float64_needs_none(found):
     assert {how for name, how in alike.items() if "float64" in name} == {"TypeError"}, "parameters of that type"
 
 
+def test_a_device_is_asked_for_side_streams(found):
+    assert found["side streams"].pop("late")
+    assert len(found["side streams"]) == 5
+    assert not any(found["side streams"].values()), "streams that are missing or do nothing"
+
+
 def test_a_warning_says_once_what_a_device_lacks(found):
     queue, memory = found["says"]["said"]
     assert queue == "devices of type late have one queue here: exchanges run in order with training and delay it"
