@@ -301,6 +301,12 @@ def fit() -> dict[str, Any]:
     }
 
 
+def fit_without_double() -> dict[str, Any]:
+    """Run a fit as on a device without float64."""
+    with mock.patch.object(late, "has_double", False):
+        return fit()
+
+
 CASES = {
     "equals the CPU": equals_the_cpu,
     "control: no events": lambda: equals_the_cpu(_wait_for_training=lambda self: None),
@@ -323,6 +329,7 @@ CASES = {
     "loss in one queue": loss_in_one_queue,
     "other arithmetic": other_arithmetic,
     "fit": fit,
+    "fit without float64": fit_without_double,
 }
 
 
