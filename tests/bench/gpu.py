@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the part overlap reads the trace that the part steps stores beside --out FILE, which is missing")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no learner is left behind
     args.width, args.depth, args.batch = (128, 16, 512) if args.tiny else (4096, 60, 8192)  # 1.0B parameters
-    seen = report.circumstances() | {name: metadata.version(name) for name in ("lightning", "triton")}
+    seen = report.circumstances() | {"lightning": metadata.version("lightning")}
     if args.accelerator == "cuda":
         seen["card"] = torch.cuda.get_device_name()
     found: dict[str, Any] = {"circumstances": seen}

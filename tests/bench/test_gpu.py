@@ -26,6 +26,7 @@ def test_all_parts_are_measured_and_stored(tmp_path: Path) -> None:
     gpu.main([*words, "--parts", "quantizer", "steps", "quality"])  # its bounds are those of a GPU
     found = json.loads(out.read_text())
     assert len(found["checks"]) == 9
+    assert {"commit", "torch", "lightning"} <= found["circumstances"].keys()
     assert [*found["seconds"]] == ["quantizer", "steps", "quality"]
     assert [row["run"] for row in found["steps"]] == ["without", "with", "control"]
     plain, ours, _ = found["steps"]

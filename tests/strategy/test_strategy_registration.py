@@ -98,9 +98,7 @@ def test_accelerators_are_registered_by_their_names() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lightning", ["lightning.pytorch", "pytorch_lightning"])
 def test_accelerators_are_those_of_the_package(lightning: str) -> None:
-    code = (
-        f"import lightning_diloco; from {lightning}.accelerators import Accelerator, AcceleratorRegistry as registry; "
-    )
+    code = f"import lightning_diloco; from {lightning}.accelerators import Accelerator, AcceleratorRegistry; "
     code += "from lightning_diloco.tpu import TorchTPUAccelerator as ours; "
     code += f"found = [AcceleratorRegistry[name]['accelerator'] for name in {[*ACCELERATORS]}]; "
     assert python(f"{code}print(all(issubclass(it, Accelerator) for it in found), found[-1] is ours)") == "True True"
