@@ -1,13 +1,14 @@
 """Streams, events and pinned memory of an accelerator, through the module that torch has for its type.
 
-1. Types in `WITH_SIDE_STREAMS` run work of different streams at the same time, and their events order it.
-2. All other types are treated as having one queue, because some of their modules offer streams that do nothing. Work is
+1. A type has side streams if its module can make one current and tell whether its work is done. Work of different
+   streams then runs at the same time, and events order it.
+2. All other types have one queue: Apple's have no streams, those of TorchTPU do nothing and cannot be queried. Work is
    then in order by itself, and waiting for a result means waiting for all work before it.
 3. If memory cannot be pinned, host transfers block the calling thread.
 4. A warning says once for each type what it lacks.
 5. Nothing needs float64 on the device, which some types do not have.
 
-A new type needs no code here unless it has side streams.
+No type is named here, so a new one needs no code.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-WITH_SIDE_STREAMS = frozenset({"cuda", "xpu"})
 
 
 class Streams:
@@ -112,9 +111,17 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
 
 @cache
 def _has_side_streams(kind: str) -> bool:
-    if kind not in WITH_SIDE_STREAMS:
+    module = torch.get_device_module(kind)
+    try:
+        before, side = module.current_stream(), module.Stream()
+        with module.stream(side):
+            found = bool(module.current_stream() == side != before)
+        side.query()
+    except (AttributeError, NotImplementedError, RuntimeError):  # streams that do nothing refuse some of these calls
+        found = False
+    if not found:
         log.warning("devices of type %s have one queue here: exchanges run in order with training and delay it", kind)
-    return kind in WITH_SIDE_STREAMS
+    return found
 
 
 @cache

@@ -4,7 +4,7 @@ The packages `lightning` and `pytorch_lightning` have the same source under two 
 and a Trainer accepts a strategy of its own package only. So `lightning_diloco.pytorch_lightning.strategy` is
 `lightning_diloco.strategy`, compiled from the same files with the other package's names in place of `lightning`'s.
 
-1. `Trainer(strategy="decoupled_diloco")` gets the strategy of its own package.
+1. `Trainer(strategy="decoupled_diloco")` gets the strategy of its own package, and so it is with accelerators.
    `lightning_diloco.DecoupledDiLoCoStrategy` is that of pytorch_lightning if pytorch_lightning is imported and
    `lightning.pytorch` is not. Otherwise it is that of lightning.
    `lightning_diloco.pytorch_lightning.DecoupledDiLoCoStrategy` is always that of pytorch_lightning.

@@ -4,7 +4,7 @@ Lightning has no entry point for them.
 
 1. A name is added to its registry at once if the registry's module has been imported, and otherwise when it is
    imported. Registration itself does not import Lightning. The strategy is imported only when a Trainer asks for it.
-2. The package pytorch_lightning has its own classes and its own registry; see `lightning_diloco.pytorch_lightning`.
+2. The package pytorch_lightning has its own classes and its own registries; see `lightning_diloco.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from types import ModuleType
 from typing import Any
 
 NAME = "decoupled_diloco"
-
-_BACKENDS = "lightning_diloco.strategy.backends"
 ACCELERATORS = {
-    "xla": (f"{_BACKENDS}.xla_accelerator", "PjrtAccelerator", "PJRT devices"),
-    "torch": (f"{_BACKENDS}.torch_accelerator", "TorchAccelerator", "devices of torch.accelerator"),
-    "torch_tpu": (f"{_BACKENDS}.torch_accelerator", "TorchTPUAccelerator", "chips of TorchTPU, unmeasured"),
+    "xla": ("xla_accelerator", "PjrtAccelerator", "PJRT devices"),
+    "torch": ("torch_accelerator", "TorchAccelerator", "devices of torch.accelerator"),
+    "torch_tpu": ("torch_accelerator", "TorchTPUAccelerator", "chips of TorchTPU, unmeasured"),
 }
-"""Module, class and description by the name for `Trainer(accelerator=...)`."""
+"""Module of strategy/backends/, class and description by the name for `Trainer(accelerator=...)`."""
 
 
 def register() -> None:
@@ -42,23 +40,32 @@ def _make(package: str, **options: Any) -> Any:
     return importlib.import_module(f"{package}.strategy.decoupled").DecoupledDiLoCoStrategy(**options)
 
 
-def _add_strategy(strategies: ModuleType, package: str = "lightning_diloco") -> None:
+def accelerator(package: str, name: str) -> Any:
+    """Return the class of ACCELERATORS with this name; its Lightning must have been imported."""
+    module, made, _ = ACCELERATORS[name]
+    return getattr(importlib.import_module(f"{package}.strategy.backends.{module}"), made)
+
+
+def _add_strategy(strategies: ModuleType, package: str) -> None:
     if NAME not in strategies.StrategyRegistry:
         make = partial(_make, package)
         strategies.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
 
 
-def _add_accelerators(accelerators: ModuleType) -> None:
+def _add_accelerators(accelerators: ModuleType, package: str) -> None:
     registry = accelerators.AcceleratorRegistry
-    for name, (module, made, description) in ACCELERATORS.items():
+    for name, (_, _, description) in ACCELERATORS.items():
         if name not in registry:  # it needs the class itself
-            registry.register(name, getattr(importlib.import_module(module), made), description=description)
+            registry.register(name, accelerator(package, name), description=description)
 
 
 _WHEN_IMPORTED: dict[str, Callable[[ModuleType], None]] = {
-    "lightning.pytorch.strategies": _add_strategy,
-    "lightning.pytorch.accelerators": _add_accelerators,
-    "pytorch_lightning.strategies": partial(_add_strategy, package="lightning_diloco.pytorch_lightning"),
+    f"{lightning}.{module}": partial(add, package=package)
+    for lightning, package in (
+        ("lightning.pytorch", "lightning_diloco"),
+        ("pytorch_lightning", "lightning_diloco.pytorch_lightning"),
+    )
+    for module, add in (("strategies", _add_strategy), ("accelerators", _add_accelerators))
 }
 
 

@@ -12,16 +12,17 @@ python -m tests.bench.gpu --accelerator cpu --tiny --parts quantizer steps quali
    device at the end of each step and must fail the check of speed.
 4. overlap: from a Chrome trace of some steps, stored beside --out, the time of training and of exchanges in a step, how
    much of them happens at the same time, and a picture.
-5. quality: two learners on one GPU, and data parallel training of the same tokens with the same recipe: GPT-2 with
-   124M parameters, on the sources of Python's standard library.
+5. quality: two learners on one GPU, limited to half of its memory each, and data parallel training of the same tokens
+   with the same recipe: GPT-2 with 124M parameters, on the sources of Python's standard library.
 
-Results are stored after each part, so that an interrupted run keeps the parts before.
+Results are stored after each part, with its time, so that an interrupted run keeps the parts before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,8 +48,10 @@ from tests.bench.gpu_learner import TRACE, TRACED, wait_for_gpu
 from tests.bench.stack import CONTROL, END, NOTES, WITH, WITHOUT, Stack
 
 SHARE, STALL_S, SPEED, LANDINGS, BESIDE, GAP = 0.7, 0.005, 0.99, 0.9, 0.5, 0.05
+TESTS = ("tests/devices", "tests/core")  # all tests that need a GPU are in these folders
 WARM_UP = 30  # steps, more than a period
 FIRST_S = 1.0
+LIMIT_S = 600.0  # of all parts
 REPEATS = 20
 RECIPE = report.ROOT / "recipes" / "gpt2" / "124m.yaml"
 TEXT = (
@@ -73,7 +77,7 @@ Checks = dict[str, bool]
 
 def tests(args: argparse.Namespace) -> tuple[list[report.Row], Checks]:
     """Run the tests that need a GPU."""
-    command = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/devices", "tests/core")
+    command = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", *TESTS)
     code = subprocess.run(command, cwd=report.ROOT, check=False).returncode
     return [{"run": "pytest -m gpu", "exit code": code}], {"the tests that need a GPU pass": code == 0}
 
@@ -196,8 +200,8 @@ def _planned(args: argparse.Namespace) -> float:
 
 def overlap(args: argparse.Namespace) -> tuple[list[report.Row], Checks]:
     """Read from the trace how long training and exchanges take in a step, and draw it."""
-    if args.out is None or not (trace := args.out.with_suffix(f".{TRACE}")).exists():
-        raise SystemExit("overlap: needs the trace that the part `steps` stores beside --out")
+    if not (trace := args.out.with_suffix(f".{TRACE}")).exists():
+        raise SystemExit(f"overlap: {trace} is missing, which the part steps stores; run both")
     found = timeline.Timeline(trace)
     found.draw(args.out.with_suffix(".svg"))
     row: report.Row = {"run": WITH, **found.row(TRACED)}
@@ -211,23 +215,39 @@ def overlap(args: argparse.Namespace) -> tuple[list[report.Row], Checks]:
 def quality(args: argparse.Namespace) -> tuple[list[report.Row], Checks]:
     """Compare two learners on one device with data parallel training of the same tokens."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
-        ours = _loss(args, Path(name) / "two", learners=2, batch_size=8)
+        ours = _trained(args, Path(name) / "two", learners=2, batch_size=8)
         # With the identity as its outer step, a single learner trains as without the strategy.
         identity = ("--trainer.strategy.init_args.outer_lr=1", "--trainer.strategy.init_args.outer_momentum=0")
-        parallel = _loss(args, Path(name) / "one", *identity, learners=1, batch_size=16)
-    rows: list[report.Row] = [{"run": "two learners", "loss": ours}, {"run": "data parallel", "loss": parallel}]
-    gap = ours / parallel - 1
-    return rows, {f"two learners: loss {gap:+.2%} against data parallel, at most {GAP:+.0%}": gap <= GAP}
+        parallel = _trained(args, Path(name) / "one", *identity, learners=1, batch_size=16)
+    gap = ours["loss"] / parallel["loss"] - 1
+    checks = {f"two learners: loss {gap:+.2%} against data parallel, at most {GAP:+.0%}": gap <= GAP}
+    for row in (ours, parallel):
+        falls = f"{row['run']}: the loss falls, from {row['loss at half']:.3f} at half time to {row['loss']:.3f}"
+        checks[falls] = row["loss"] < row["loss at half"]
+    return [ours, parallel], checks
 
 
-def _loss(args: argparse.Namespace, run_dir: Path, *options: str, learners: int, batch_size: int) -> float:
+def _trained(args: argparse.Namespace, run_dir: Path, *options: str, learners: int, batch_size: int) -> report.Row:
     num_steps = 60 if args.tiny else 240
+    notes = run_dir.with_suffix(".notes")
+    notes.mkdir()
     overrides = [*TEXT, f"--trainer.accelerator={args.accelerator}", f"--trainer.max_steps={num_steps}"]
-    overrides += [f"--trainer.val_check_interval={num_steps}", f"--data.init_args.batch_size={batch_size}", *options]
+    overrides += [f"--trainer.val_check_interval={num_steps // 2}", f"--data.init_args.batch_size={batch_size}"]
+    overrides += ["--trainer.callbacks+=tests.bench.gpu_learner.PartOfGpu", f"--trainer.callbacks.share={1 / learners}"]
+    overrides += [f"--trainer.callbacks.folder={notes}", *options, *(TINY if args.tiny else ())]
     verb = (sys.executable, "-m", "lightning_diloco.cli.main", "run", str(RECIPE), "--no-page", "--no-table")
-    command = [*verb, "--local", str(learners), "--run-dir", str(run_dir), *overrides, *(TINY if args.tiny else ())]
-    subprocess.run(command, check=True, cwd=run_dir.parent)
-    return float(json.loads((run_dir / "summary.json").read_text())["eval_loss"])
+    command = [*verb, "--local", str(learners), "--run-dir", str(run_dir), *overrides]
+    subprocess.run(command, check=True, cwd=run_dir.parent, env={**os.environ, "PYTHONPATH": str(report.ROOT)})
+    found = [json.loads(path.read_text()) for path in notes.iterdir()]
+    assert len(found) == learners
+    peaks = [each["peak"] / 2**30 for each in found if each["peak"] is not None]
+    return {
+        "run": "two learners" if learners == 2 else "data parallel",
+        "loss at half": max(each["losses"][0] for each in found),
+        "loss": float(json.loads((run_dir / "summary.json").read_text())["eval_loss"]),
+        "part of memory": max(each["share"] for each in found),
+        "peak of a learner [GiB]": max(peaks, default=None),
+    }
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[report.Row], Checks]]] = {
@@ -248,16 +268,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each learner")
     parser.add_argument("--turn-s", type=float, default=5.0)
     args = parser.parse_args(argv)
+    if "overlap" in args.parts and args.out is None:
+        parser.error("the part overlap reads the trace that the part steps stores beside --out FILE, which is missing")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no learner is left behind
     args.width, args.depth, args.batch = (128, 16, 512) if args.tiny else (4096, 60, 8192)  # 1.0B parameters
-    card = {"card": torch.cuda.get_device_name()} if args.accelerator == "cuda" else {}
-    found: dict[str, Any] = {"circumstances": report.circumstances() | card}
+    seen = report.circumstances() | {"lightning": metadata.version("lightning")}
+    if args.accelerator == "cuda":
+        seen["card"] = torch.cuda.get_device_name()
+    found: dict[str, Any] = {"circumstances": seen}
     checks: Checks = {}
+    taken_s: dict[str, float] = {}
     for name in args.parts:
+        began_s = time.monotonic()
         rows, holds = PARTS[name](args)
+        taken_s[name] = time.monotonic() - began_s
+        if len(taken_s) == len(PARTS):
+            holds[f"all parts take {sum(taken_s.values()):.0f} s, at most {LIMIT_S:.0f}"] = (
+                sum(taken_s.values()) <= LIMIT_S
+            )
         print(f"\n{name}\n\n{report.table(rows)}\n\n{report.verdicts(holds)}", flush=True)
         found[name], checks = rows, checks | holds
-        report.store(args.out, {**found, "checks": checks})
+        report.store(args.out, {**found, "seconds": taken_s, "checks": checks})
     return int(not all(checks.values()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,31 @@ class Notes(Callback):
         peak = torch.cuda.max_memory_allocated() if module.device.type == "cuda" else None
         numel = sum(param.numel() for param in module.parameters())
         self._folder.joinpath(NOTES).write_text(json.dumps({"peak": peak, "numel": numel}))
+
+
+class PartOfGpu(Callback):
+    """Limits a learner to a part of the GPU's memory; writes its peak there, and its validation losses.
+
+    Args:
+        share: the part, 0..1.
+        folder: folder of the file, which is named after the process.
+    """
+
+    def __init__(self, share: float, folder: str) -> None:
+        self._share, self._folder = share, Path(folder)
+        self._losses: list[float] = []
+
+    def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
+        if (device := trainer.strategy.root_device).type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(self._share, device)
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        self._losses.append(float(trainer.callback_metrics["val/loss"]))
+        peak = torch.cuda.max_memory_reserved() if module.device.type == "cuda" else None
+        found = {"share": self._share, "peak": peak, "losses": self._losses}
+        self._folder.joinpath(f"{os.getpid()}.json").write_text(json.dumps(found))
 
 
 def main() -> None:

@@ -185,6 +185,10 @@ class Stream:
         """Return an event."""
         return event or Event()
 
+    def query(self) -> bool:
+        """Refuse to answer."""
+        raise NotImplementedError("Streams and Events are not fully implemented in TorchTPU.")
+
     def synchronize(self) -> None:
         """Wait, on the host."""
         late.synchronize()

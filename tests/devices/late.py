@@ -60,6 +60,10 @@ class Stream:
         waits.append(threading.current_thread().name)
         self.run(self.num_queued)
 
+    def query(self) -> bool:
+        """Return whether all operations are done."""
+        return self.num_done == self.num_queued
+
     def wait_event(self, event: Event) -> None:
         """Wait for an event, in this stream."""
         stream, number = event.stream, event.number

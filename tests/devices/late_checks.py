@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -25,7 +26,7 @@ from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.devices.streams import to_be_read
 from lightning_diloco.errors import ConfigError
-from tests.devices import late
+from tests.devices import fake_tpu, late
 from tests.devices.rig import SHAPES, Rig, lands_alike
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -92,7 +93,7 @@ def _said() -> Iterator[list[str]]:
 def says_what_is_missing() -> dict[str, list[str]]:
     """Make two learners on a device without side streams and pinned memory."""
     with (
-        mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()),
+        mock.patch.object(torch, "get_device_module", return_value=fake_tpu),
         mock.patch.object(streams, "_has_side_streams", cache(streams._has_side_streams.__wrapped__)),
         mock.patch.object(streams, "_can_pin", cache(CAN_PIN.__wrapped__)),
         mock.patch.object(torch, "empty", EMPTY),
@@ -101,6 +102,32 @@ def says_what_is_missing() -> dict[str, list[str]]:
         for _ in range(2):
             LateRig(where=late.NAME)
     return {"said": lines}
+
+
+class SilentStream(late.Stream):
+    """A stream that does not tell whether its work is done."""
+
+    def query(self) -> bool:
+        """Refuse."""
+        raise NotImplementedError
+
+
+def side_streams() -> dict[str, bool]:
+    """Ask the stand-in for side streams, and modules whose streams are missing or do nothing."""
+    own = vars(torch.late)  # type: ignore[attr-defined]
+    modules = {
+        "late": SimpleNamespace(**own),
+        "no streams": SimpleNamespace(),
+        "refused": fake_tpu,
+        "not made current": SimpleNamespace(**{**own, "stream": fake_tpu.stream}),
+        "one for all": SimpleNamespace(**{**own, "Stream": late.current}),
+        "no query": SimpleNamespace(**{**own, "Stream": SilentStream}),
+    }
+    found = {}
+    for name, module in modules.items():
+        with mock.patch.object(torch, "get_device_module", return_value=module):
+            found[name] = streams._has_side_streams.__wrapped__(name)
+    return found
 
 
 def recycled_buffer(**patched: Any) -> dict[str, bool]:
@@ -274,6 +301,12 @@ def fit() -> dict[str, Any]:
     }
 
 
+def fit_without_double() -> dict[str, Any]:
+    """Run a fit as on a device without float64."""
+    with mock.patch.object(late, "has_double", False):
+        return fit()
+
+
 CASES = {
     "equals the CPU": equals_the_cpu,
     "control: no events": lambda: equals_the_cpu(_wait_for_training=lambda self: None),
@@ -289,12 +322,14 @@ CASES = {
     "control: the payload of one queue is not waited for": lambda: payload_in_one_queue(_aside=_aside_without_a_wait),
     "one queue": one_queue,
     "without float64": without_double,
+    "side streams": side_streams,
     "says": says_what_is_missing,
     "waits": waits_of_training,
     "loss": loss_is_read,
     "loss in one queue": loss_in_one_queue,
     "other arithmetic": other_arithmetic,
     "fit": fit,
+    "fit without float64": fit_without_double,
 }
 
 
@@ -302,7 +337,6 @@ def main() -> None:
     """Run the named cases, or all."""
     logging.disable(logging.WARNING)
     late.register()
-    streams.WITH_SIDE_STREAMS = streams.WITH_SIDE_STREAMS | {late.NAME}  # type: ignore[misc]
     assert not streams._can_pin(late.NAME), "the stand-in cannot pin memory"
     with (  # ordinary memory stands for pinned memory
         mock.patch.object(streams, "_can_pin", return_value=True),

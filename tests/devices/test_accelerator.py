@@ -51,6 +51,12 @@ def test_a_device_without_float64_needs_none(found):
     assert {how for name, how in alike.items() if "float64" in name} == {"TypeError"}, "parameters of that type"
 
 
+def test_a_device_is_asked_for_side_streams(found):
+    assert found["side streams"].pop("late")
+    assert len(found["side streams"]) == 5
+    assert not any(found["side streams"].values()), "streams that are missing or do nothing"
+
+
 def test_a_warning_says_once_what_a_device_lacks(found):
     queue, memory = found["says"]["said"]
     assert queue == "devices of type late have one queue here: exchanges run in order with training and delay it"
@@ -91,7 +97,8 @@ def test_a_device_with_other_sums_is_refused(found):
     assert found["other arithmetic"]["error"].startswith("256 of 256 sums differ on late from those of the CPU")
 
 
-def test_a_trainer_trains_on_it(found):
-    assert found["fit"]["weight"] == pytest.approx([1, 2, 3, 4], rel=0.2)
-    assert "diloco-worker" in found["fit"]["other threads"], "contributions were encoded beside training"
-    assert found["fit"]["waits in steps"] == 0, "no hook waits for the device, at snapshots, landings or losses"
+@pytest.mark.parametrize("fit", ["fit", "fit without float64"])
+def test_a_trainer_trains_on_it(found, fit):
+    assert found[fit]["weight"] == pytest.approx([1, 2, 3, 4], rel=0.2)
+    assert "diloco-worker" in found[fit]["other threads"], "contributions were encoded beside training"
+    assert found[fit]["waits in steps"] == 0, "no hook waits for the device, at snapshots, landings or losses"

@@ -15,7 +15,7 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.accelerator import AcceleratorFragments
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.devices.streams import to_be_read
+from lightning_diloco.devices.streams import Streams, to_be_read
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 from tests.devices.rig import Rig, lands_alike
 
@@ -403,6 +403,11 @@ def test_a_loss_on_another_stream_is_read_after_it_is_computed():
         loss.zero_()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(read).result() == 3.0
+
+
+@pytest.mark.gpu
+def test_cuda_has_side_streams():
+    assert Streams(torch.device("cuda")).has_side_streams
 
 
 @pytest.mark.gpu

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.core.digest import digest
-from lightning_diloco.devices import streams
 from tests.bench.idle_learner import EndWith
 from tests.devices import fake_tpu, late
 from tests.quiet import QUIET
@@ -71,7 +70,6 @@ def main() -> None:
     given = parser.parse_args()
     if given.accelerator == "torch":
         late.register()
-        streams.WITH_SIDE_STREAMS = streams.WITH_SIDE_STREAMS | {late.NAME}  # type: ignore[misc]
     elif given.accelerator == "torch_tpu":
         fake_tpu.load()
     anchors = Anchors()

@@ -88,6 +88,13 @@ def test_a_recipe_without_results_is_marked_unmeasured(name: str) -> None:
     assert (RECIPES / name).read_text().startswith("# Unmeasured.")
 
 
+@pytest.mark.parametrize("name", [name for name in SIZES if re.search("-v5p|-v6e", name)])
+def test_a_recipe_for_tpus_names_its_stack(name: str) -> None:
+    text = (RECIPES / name).read_text()
+    stack = {"tpu": "torch_xla", "torch_tpu": "TorchTPU"}[yaml.safe_load(text)["trainer"]["accelerator"]]
+    assert re.search(rf"^  accelerator: \w+ # .*\b{stack}\b.*tpus\.md", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_has_results_or_is_marked_unmeasured(name: str) -> None:
     text = (RECIPES / name).read_text()

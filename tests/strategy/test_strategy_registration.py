@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_diloco.strategy.registration import ACCELERATORS
+from lightning_diloco.strategy.registration import ACCELERATORS, accelerator
 
 HEAVY = ("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "pyarrow", "rich")
 # A package with Lightning's names, so that import orders are tried in milliseconds.
@@ -92,8 +91,22 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
 
 
 def test_accelerators_are_registered_by_their_names() -> None:
-    for name, (module, made, _) in ACCELERATORS.items():
-        assert getattr(importlib.import_module(module), made).name() == name
+    for name in ACCELERATORS:
+        assert accelerator("lightning_diloco", name).name() == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lightning", ["lightning.pytorch", "pytorch_lightning"])
+def test_accelerators_are_those_of_the_package(lightning: str) -> None:
+    code = f"import lightning_diloco; from {lightning}.accelerators import Accelerator, AcceleratorRegistry; "
+    code += "from lightning_diloco.tpu import TorchTPUAccelerator as ours; "
+    code += f"found = [AcceleratorRegistry[name]['accelerator'] for name in {[*ACCELERATORS]}]; "
+    assert python(f"{code}print(all(issubclass(it, Accelerator) for it in found), found[-1] is ours)") == "True True"
+
+
+@pytest.mark.slow
+def test_the_class_for_tpus_can_be_imported_first() -> None:
+    assert python("from lightning_diloco.tpu import TorchTPUAccelerator as ours; print(ours.name())") == "torch_tpu"
 
 
 @pytest.mark.slow

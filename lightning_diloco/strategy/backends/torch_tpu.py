@@ -1,7 +1,7 @@
 """Ranks on chips of TorchTPU (`torch_tpu`), which makes TPUs ordinary devices of torch.
 
-This file and `TorchTPUAccelerator` have all that this package knows about torch_tpu. They were written from the wheel
-of version 0.2, and have run on a stand-in only, never on a TPU.
+This file and `TorchTPUAccelerator` have all that this package knows about torch_tpu, and only this file calls it. They
+were written from the wheel of version 0.2. They are unmeasured: they have run on a stand-in only, never on a TPU.
 
 1. A process has one chip, which is `tpu:0` there. TPU_VISIBLE_CHIPS limits the chips of a host that are used.
 2. A chip belongs to the process that uses it first. The process that starts the ranks of a learner uses none, so it has

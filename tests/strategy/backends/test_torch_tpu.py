@@ -215,6 +215,11 @@ def test_streams_and_events_have_the_signatures_of_the_wheel(wheel: Wheel) -> No
                 assert list(inspect.signature(method).parameters)[1:] == parameters(theirs[name]), name
 
 
+def test_streams_cannot_be_queried_in_the_wheel(wheel: Wheel) -> None:
+    query = wheel.methods("_internal/stream/streams.py", "TpuStream")["query"]
+    assert ast.unparse(query.body[-1]).startswith("raise NotImplementedError"), "so one queue is found"
+
+
 def test_the_stand_in_is_as_strict_as_the_wheel(wheel: Wheel) -> None:
     theirs = wheel.functions("_internal/device/_device_module.py")
     strict = {name: instead for name, it in theirs.items() if (instead := internal(it)) is not None}
