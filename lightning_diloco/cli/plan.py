@@ -97,7 +97,7 @@ def call(arguments: argparse.Namespace) -> int:
         )
     drawn, found = forecast_of(path, vars(arguments))
     if arguments.simulate:
-        from lightning_diloco.simulate.planned import simulated_goodput
+        from lightning_diloco.cli.planned import simulated_goodput
 
         found = dataclasses.replace(found, goodput=simulated_goodput(found))
     from lightning_diloco.planner.fixes import cheapest_fix

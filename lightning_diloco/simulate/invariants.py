@@ -154,8 +154,8 @@ class Invariants:
             if isinstance(record, records.Granted):
                 who[record.session] = record.learner, record.incarnation
             elif isinstance(record, records.Activated):
-                learner = who[record.session][0]
-                ended |= {session for session, (name, _) in who.items() if name == learner} - {record.session}
+                learner, incarnation = who[record.session]
+                ended |= {session for session, (name, n) in who.items() if name == learner and n < incarnation}
             elif isinstance(record, records.Departed):
                 ended.add(record.session)
             elif isinstance(record, records.CommitRecord):
