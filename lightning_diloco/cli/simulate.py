@@ -239,12 +239,12 @@ def _simulated(given: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
+    from lightning_diloco.cli.planned import durations
     from lightning_diloco.core.quantize import wire_nbytes
     from lightning_diloco.planner.bandwidth import Exchange, Machines
     from lightning_diloco.planner.memory import FragmentSizes
     from lightning_diloco.simulate.chips import Chips
     from lightning_diloco.simulate.goodput import Scenario
-    from lightning_diloco.cli.planned import durations
 
     num_learners, steps_s, rtt_s = options["learners"], tuple(given.get("step", [1.0])), given.get("rtt", 0.04)
     of_the_run = {name.replace("-", "_"): options[name] for name in _OF_THE_RUN if options[name] is not None}
