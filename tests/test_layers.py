@@ -222,13 +222,13 @@ def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
     assert import_offences(where, source) == []
 
 
-@pytest.mark.seconds
 def test_one_file_calls_torch_tpu() -> None:
     names = {where: [*imported(ast.parse(source))] for where, source in SOURCES.items()}
     users = [where for where, found in names.items() if any(it.startswith(("torch_tpu", "torch.tpu")) for it in found)]
     assert users == ["strategy/backends/torch_tpu.py"]
 
 
+@pytest.mark.seconds
 def test_no_module_imports_itself_through_others() -> None:
     assert circles(SOURCES) == []
 
