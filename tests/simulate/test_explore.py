@@ -167,6 +167,26 @@ def test_a_merge_after_the_end_of_its_process_is_detected(ends: str) -> None:
         fleet.invariants.audit()
 
 
+def test_a_process_that_was_granted_before_an_older_one_took_part_may_contribute() -> None:
+    fleet, _ = fleet_of_two()
+    fleet.run_for(4.0)
+    older = fleet.start("l9", Pace(step_s=0.5, tokens=4))
+    run_until(fleet, lambda: is_granted(fleet, older))
+    fleet.cut(older)
+    newer = fleet.start("l9", Pace(step_s=0.5, tokens=4))
+    run_until(fleet, lambda: is_granted(fleet, newer))
+    fleet.cut(newer)
+    older.is_cut = False
+    run_until(fleet, lambda: older.is_stepping)
+    fleet.heal(newer)
+    run_until(fleet, lambda: newer.session in {merge.session for merge in last_commit(fleet).record.merges})
+    fleet.invariants.audit()
+
+
+def is_granted(fleet: Fleet, learner: SimulatedLearner) -> bool:
+    return fleet.syncer.state.roster.get(learner.session) is not None
+
+
 def test_a_merge_in_the_wrong_order_is_detected() -> None:
     fleet, _ = fleet_of_two()
     fleet.run_for(10.0)
