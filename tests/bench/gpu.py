@@ -270,7 +270,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if "overlap" in args.parts and args.out is None:
         parser.error("the part overlap reads the trace that the part steps stores beside --out FILE, which is missing")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no learner is left behind
     args.width, args.depth, args.batch = (128, 16, 512) if args.tiny else (4096, 60, 8192)  # 1.0B parameters
     seen = report.circumstances() | {"lightning": metadata.version("lightning")}
     if args.accelerator == "cuda":
@@ -293,4 +292,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no learner is left behind
     raise SystemExit(main())
