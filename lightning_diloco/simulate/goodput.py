@@ -29,7 +29,8 @@ from lightning_diloco.simulate.chips import Chips, Pause, pauses, trained_s
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.settings import Network, Pace
 
-LEARNER_STEPS = 60_000  # of all learners together, without a duration: gives a precision of one percent
+# Without a duration: steps of all learners together, and of data parallel training, which is simulated in a second.
+LEARNER_STEPS, DATA_PARALLEL_STEPS = 60_000, 1_000_000
 _TOKENS = 10_000  # per step
 _TICK_S = 1.0
 _LATEST_DRAIN_S = 3600.0
@@ -57,7 +58,7 @@ class Scenario:
         num_extra: number of learners that join in the middle of the run and leave again.
         extra_s: how long the extra learners stay.
         site_s: time to send all gradients from one site to another; only for data parallel training.
-        duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
+        duration_s: simulated time; None: LEARNER_STEPS steps of all learners together, or DATA_PARALLEL_STEPS steps.
         network: times of messages and transfers.
         merge_s: seconds of a merge, and of a commit.
         config: options of the run.
@@ -186,7 +187,8 @@ def simulate(scenario: Scenario) -> Outcome:
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
     _check(scenario)
-    m, num_extra, until_s = scenario.num_learners, scenario.num_extra, replace(scenario, num_learners=1).length_s
+    m, num_extra = scenario.num_learners, scenario.num_extra
+    until_s = DATA_PARALLEL_STEPS * max(scenario.step_s) if scenario.duration_s is None else scenario.duration_s
     changes = [0.0, until_s]
     if num_extra:
         alone_s = (until_s - scenario.extra_s) / 2
