@@ -107,7 +107,8 @@ class Fleet:
 
     def heal(self, learner: SimulatedLearner) -> None:
         """Restore the network; the process reconnects."""
-        learner.is_cut, learner.connected_s = False, self.now_s
+        learner.is_cut = learner.is_deaf = False
+        learner.connected_s = self.now_s
         self._reconnect(learner)
 
     def finish(self, learner: SimulatedLearner, *, drain: bool = True, within_s: float | None = None) -> None:
@@ -261,7 +262,7 @@ class Fleet:
             self._after(0.0, partial(self._tell_syncer, learner, event, self.syncer.boot))
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
-        if learner.is_gone or learner.is_cut or boot < learner.boot:
+        if learner.is_gone or learner.is_cut or learner.is_deaf or boot < learner.boot:
             return  # polls are answered in order, so messages of an earlier syncer process are dropped
         if learner.state is not None and learner.is_stepping:
             self._learner_handles(learner, on.FromTheSyncer(message))
@@ -351,6 +352,11 @@ class Fleet:
         todo = learner.state.handle(event, self._timeline.now_s)
         for action in todo:
             self._do_for_learner(learner, action)
+            if learner.dies_in is not None:
+                learner.dies_in -= 1
+                if learner.dies_in == 0:
+                    self.kill(learner)
+                    return
         if self._is_audited:
             self.invariants.after_learner_event(learner, event, todo)
 
@@ -398,7 +404,7 @@ class Fleet:
             if error is None:
                 self.syncer.payloads[learner.session, p, seq] = learner.kept[p, seq]
             self.syncer.handle(on.PayloadReceived(learner.session, ready, error))
-        self._learner_handles(learner, on.Uploaded(p, seq))
+        self._learner_handles(learner, (on.UploadFailed if learner.is_deaf else on.Uploaded)(p, seq))
 
     def _fetch_next(self, learner: SimulatedLearner) -> None:
         """Begin the next download, if none is in progress. It has the version that is current when it begins."""
@@ -439,7 +445,7 @@ class Fleet:
         self, learner: SimulatedLearner, action: do.Fetch, found: tuple[Update, str, on.Staged] | None, boot: int
     ) -> None:
         p, learner.is_fetching = action.fragment, False
-        if found is None or not self._reaches(learner, boot):
+        if found is None or learner.is_deaf or not self._reaches(learner, boot):
             self._learner_handles(learner, on.FetchFailed(p))
         else:
             update, digest, staged = found

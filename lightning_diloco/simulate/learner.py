@@ -32,6 +32,8 @@ class SimulatedLearner:
     Args:
         connected_s: when the network was last restored.
         boot: number of the syncer start to which it last connected.
+        is_cut, is_deaf: whether the network carries nothing, or nothing from the syncer.
+        dies_in: number of its actions after which it is killed; None: it is not.
         params, anchors: values per fragment.
         kept: sent values by (fragment, seq).
         staged: the last fetched update, per fragment.
@@ -51,7 +53,9 @@ class SimulatedLearner:
     reader: Reader | None = None
     is_stepping: bool = False
     is_cut: bool = False
+    is_deaf: bool = False
     is_dead: bool = False
+    dies_in: int | None = None
     connected_s: float = 0.0
     connection: int = 0
     boot: int = 0
