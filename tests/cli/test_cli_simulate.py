@@ -45,9 +45,13 @@ def test_the_same_command_prints_the_same(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.seconds
 def test_a_number_of_steps_is_a_duration(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--learners", "2", "--chips", "64k", "--step", "0.5s", "1s", "--overlap", "1")
-    (row,) = told(capsys, *words, "--steps", "100")["rows"]
-    assert [row] == told(capsys, *words, "--duration", "50s")["rows"]
-    assert [row] != told(capsys, *words, "--duration", "50s", "--overlap", "4")["rows"]
+    (row,), (same,), (other,) = (
+        told(capsys, *words, *length)["rows"]
+        for length in (["--steps", "100"], ["--duration", "50s"], ["--duration", "50s", "--overlap", "4"])
+    )
+    assert [each.pop("scenario")[name] for each, name in ((row, "steps"), (same, "duration"))] == [100, 50]
+    assert other.pop("scenario")["overlap"] == 4
+    assert row == same != other
 
 
 @pytest.mark.seconds

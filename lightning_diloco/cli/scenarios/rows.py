@@ -54,12 +54,13 @@ class Row:
     @property
     def baseline(self) -> str | None:
         """Return the kind of data parallel training; None for learners."""
-        return self.options["baseline"]
+        kind: str | None = self.options["baseline"]
+        return kind
 
     @property
     def num_learners(self) -> int:
         """Return the number of learners; 1 for data parallel training."""
-        return self.options["learners"] if self.baseline is None else 1
+        return int(self.options["learners"]) if self.baseline is None else 1
 
     @property
     def chips(self) -> float:

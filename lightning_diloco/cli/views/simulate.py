@@ -66,10 +66,9 @@ def _rigid(rows: Sequence[Row]) -> list[str]:
 
 def _exchanges(rows: Sequence[Row]) -> list[str]:
     steps = " or ".join(map(as_time, rows[0].scenario.step_s))
-    upload, merge, download = (
-        _named([measure(row.scenario) for row in rows], as_time)
-        for measure in (lambda x: x.network.upload_s, lambda x: 2 * x.merge_s, lambda x: x.network.download_s)
-    )
+    upload = _named([row.scenario.network.upload_s for row in rows], as_time)
+    merge = _named([2 * row.scenario.merge_s for row in rows], as_time)
+    download = _named([row.scenario.network.download_s for row in rows], as_time)
     found = [
         f"a step takes {steps}, with spread {_all(rows, 'spread', _share)} and jitter {_all(rows, 'jitter', _share)}",
         f"{_all(rows, 'parameters', _integer)} parameters, "
