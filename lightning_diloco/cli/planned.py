@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_diloco.planner.bandwidth import Exchange
-from lightning_diloco.planner.goodput import stall_share
 from lightning_diloco.planner.plan import Forecast
 from lightning_diloco.simulate.chips import Chips
 from lightning_diloco.simulate.goodput import Scenario, simulate
@@ -26,7 +25,6 @@ def durations(exchange: Exchange, rtt_s: float) -> dict[str, Any]:
 def simulated_goodput(found: Forecast) -> float:
     """Return the share of the planned tokens that a simulation merges, 0..1; see `planner.goodput.expected_goodput`."""
     plan, fleet, exchange = found.scenario, found.scenario.fleet, found.exchange
-    steady = 1 - stall_share(found.sizes, plan.training, exchange, on_cpu=plan.on_cpu)
     scenario = Scenario(
         num_learners=fleet.num_learners,
         chips=Chips(count=plan.training.devices, slice_chips=1, mtbi_s=_NEVER_S),
@@ -37,4 +35,4 @@ def simulated_goodput(found: Forecast) -> float:
         config=plan.config,
         **durations(exchange, fleet.rtt_s),
     )
-    return simulate(scenario).goodput * steady * (1 - plan.pauses)
+    return simulate(scenario).goodput * (1 - found.stall) * (1 - plan.pauses)

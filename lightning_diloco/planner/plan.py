@@ -106,6 +106,7 @@ class Forecast:
         syncer: bytes in the syncer's memory, by item.
         disk: bytes on the syncer's disk, by item.
         resources: all resources that may be too small.
+        stall: share of a step that the hooks take on the training thread.
         goodput: expected share of the planned tokens that is merged.
         data_parallel_goodput: the same for one data parallel job over all learners.
         totals: totals of the whole run; None if its length is not fixed.
@@ -120,6 +121,7 @@ class Forecast:
     syncer: Items
     disk: Items
     resources: tuple[Resource, ...]
+    stall: float
     goodput: float
     data_parallel_goodput: float
     totals: Totals | None
@@ -173,6 +175,7 @@ def forecast(scenario: Scenario) -> Forecast:
         exchange=exchange,
         **items,
         resources=(*_rates(sizes, config, fleet, exchange), *_capacities(scenario, items)),
+        stall=stall,
         goodput=goodput.expected_goodput(config, fleet, exchange, stall=stall, **lost),
         data_parallel_goodput=goodput.data_parallel_goodput(fleet, exchange, **lost),
         totals=None

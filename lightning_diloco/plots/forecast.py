@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,16 @@ def draw_goodput(lines: Mapping[str, Points], path: Path, *, dots: Mapping[str, 
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw_sweep(panels: Mapping[str, Mapping[str, Points]], path: Path, *, option: str) -> None:
+def draw_sweep(
+    panels: Mapping[str, Mapping[str, Points]], path: Path, *, option: str, shown: Callable[[float], str] = quantity
+) -> None:
     """Draw shares over an option, in a panel per measure.
 
     Args:
         panels: by title, (value of the option, share) by label.
         path: PNG or SVG.
         option: name of the option, with its unit.
+        shown: formats a value of the option.
     """
     with rc_context(SETTINGS):
         figure = Figure(figsize=(7.5, 2.3 * len(panels)), layout="constrained")
@@ -56,7 +59,7 @@ def draw_sweep(panels: Mapping[str, Mapping[str, Points]], path: Path, *, option
         values = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
         for axes, (title, lines) in zip(column, panels.items(), strict=True):
             axes.set(xscale="log" if values[0] > 0 else "linear", ylim=(0, 1.05), title=title)
-            axes.set_xticks(values, [quantity(value) for value in values])
+            axes.set_xticks(values, [shown(value) for value in values])
             axes.minorticks_off()
             axes.yaxis.set_major_formatter(PercentFormatter(1))
             for label, points in lines.items():

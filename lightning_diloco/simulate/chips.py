@@ -26,7 +26,7 @@ from typing import Literal
 
 YEAR_S = 365.25 * 86400
 WARM_UP = 8.0
-_RETURN_SHAPES = 1.5, 1.2  # exponents of the exponentiated Weibull distribution: outer, inner
+RETURN_SHAPES = 1.5, 1.2  # exponents of the exponentiated Weibull distribution: outer, inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,5 +148,5 @@ def _return_s(chips: Chips, chance: random.Random) -> float:
 
 
 def _weibull(quantile: float) -> float:
-    outer, inner = _RETURN_SHAPES
+    outer, inner = RETURN_SHAPES
     return float((-math.log1p(-(quantile ** (1 / outer)))) ** (1 / inner))

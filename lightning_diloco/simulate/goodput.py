@@ -34,6 +34,7 @@ LEARNER_STEPS, DATA_PARALLEL_STEPS = 60_000, 1_000_000
 _TOKENS = 10_000  # per step
 _TICK_S = 1.0
 _LATEST_DRAIN_S = 3600.0
+_LEAST_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,9 @@ class Scenario:
         merge_s: seconds of a merge, and of a commit.
         config: options of the run.
         seed: seed of all randomness.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     num_learners: int
@@ -85,6 +89,10 @@ class Scenario:
     merge_s: float = 0.1
     config: RunConfig = field(default_factory=RunConfig)
     seed: int = 1
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError(problems)
 
     @property
     def length_s(self) -> float:
@@ -122,12 +130,7 @@ class Outcome:
 
 
 def simulate(scenario: Scenario) -> Outcome:
-    """Simulate the learners and the syncer of a run.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-    _check(scenario)
+    """Simulate the learners and the syncer of a run."""
     until_s, m = scenario.length_s, scenario.num_learners
     fleet = Fleet(
         scenario.config,
@@ -186,7 +189,6 @@ def simulate(scenario: Scenario) -> Outcome:
 
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
-    _check(scenario)
     m, num_extra = scenario.num_learners, scenario.num_extra
     until_s = DATA_PARALLEL_STEPS * max(scenario.step_s) if scenario.duration_s is None else scenario.duration_s
     changes = [0.0, until_s]
@@ -220,38 +222,45 @@ def _part(scenario: Scenario, chips: Chips, k: int, length_s: float) -> tuple[li
     return _stops_training(stops), trained_s(stops, step_s=step_s, until_s=length_s) / step_s
 
 
-def _check(scenario: Scenario) -> None:
-    chips = scenario.chips
-    if scenario.num_learners < 1 or chips.count < 1 or not 1 <= chips.slice_chips <= max(1.0, chips.count):
-        raise ConfigError(
-            f"{scenario.num_learners} learners with {chips.count:g} chips each, in slices of {chips.slice_chips:g}; a "
-            "learner needs at least one chip, and a slice holds 1 chip up to all chips of a learner"
+def _problems(scenario: Scenario) -> Iterator[str]:
+    m, chips, slowest_s = scenario.num_learners, scenario.chips, max(scenario.step_s)
+    length_s = scenario.length_s if m else 0.0
+    if m < 1 or chips.count < 1:
+        yield (
+            f"{m} learners with {chips.count:,.10g} chips each; there must be a learner, and each needs at least one "
+            f"chip; take at least {max(1, m)} chips in all, or fewer learners"
         )
-    if not 1 <= scenario.num_shards <= scenario.config.fragments_wanted:
-        raise ConfigError(
-            f"{scenario.num_shards} shards for {scenario.config.fragments_wanted} fragments; a shard has at least one"
+    elif not 1 <= chips.slice_chips <= chips.count:
+        yield (
+            f"slices of {chips.slice_chips:,.10g} chips, and {chips.count:,.10g} chips of each learner; a slice holds "
+            "1 chip up to all chips of a learner; choose smaller slices, or fewer learners"
         )
-    times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
-    means = {
-        "deaths": scenario.mtbf_s,
-        "outages": scenario.outage_mtbf_s,
-        "failures of the syncer": scenario.syncer_mtbf_s,
+    p = scenario.config.fragments_wanted
+    if not 1 <= scenario.num_shards <= p:
+        yield f"{scenario.num_shards} shards for {p} fragments; a shard has at least one; choose 1 to {p} shards"
+    times = {
+        "step": min(scenario.step_s),
+        "mean time between interruptions": chips.mtbi_s,
+        "mean time between deaths": scenario.mtbf_s,
+        "mean time between outages": scenario.outage_mtbf_s,
+        "mean time between failures of the syncer": scenario.syncer_mtbf_s,
+        "stay of extra learners": scenario.extra_s if scenario.num_extra else None,
     }
-    times |= {f"mean time between {name}": mean_s for name, mean_s in means.items() if mean_s is not None}
-    times |= {"stay of extra learners": scenario.extra_s if scenario.num_extra else 1.0}
-    times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
     for name, value_s in times.items():
-        if value_s <= 0:
-            raise ConfigError(f"the {name} is too short; steps take time, and a simulation has at least ten of them")
-    if scenario.num_extra < 0 or scenario.extra_s > scenario.length_s:
-        raise ConfigError(
-            f"{scenario.num_extra} extra learners for {scenario.extra_s:g} s of {scenario.length_s:g} s; they stay for "
-            "a part of the simulated time"
+        if value_s is not None and value_s <= 0:
+            yield f"the {name} is too short: {value_s:g} s; it must be above 0; choose a longer time"
+    if length_s < _LEAST_STEPS * slowest_s:
+        yield (
+            f"{length_s:g} s are simulated, and the slowest step takes {slowest_s:g} s; a simulation has at least "
+            f"{_LEAST_STEPS} of these steps; simulate at least {_LEAST_STEPS * slowest_s:g} s"
+        )
+    if scenario.num_extra < 0 or scenario.extra_s > length_s:
+        yield (
+            f"{scenario.num_extra} extra learners for {scenario.extra_s:g} s of {length_s:g} s; they stay for a part "
+            "of the simulated time; shorten their stay, or simulate for longer"
         )
     if not 0 <= scenario.jitter < 1 or scenario.spread < 0:
-        raise ConfigError(
-            f"jitter={scenario.jitter:g}, spread={scenario.spread:g}; jitter is a share below 1, spread is at least 0"
-        )
+        yield f"jitter={scenario.jitter:g}, spread={scenario.spread:g}; jitter is a share below 1, spread is at least 0"
 
 
 def _visit(fleet: Fleet, scenario: Scenario, k: int) -> float:

@@ -63,10 +63,11 @@ MANY = ("8 learners", "16 learners")
 
 
 def simulated(*words: str) -> list[dict[str, Any]]:
-    """Return the rows of a `diloco simulate` command."""
+    """Return the rows of a `diloco simulate` command, without their scenarios."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert diloco(["simulate", *words, "--json"]) == 0
-    return list(json.loads(said.getvalue())["rows"])
+    rows = json.loads(said.getvalue())["rows"]
+    return [{name: value for name, value in row.items() if name != "scenario"} for row in rows]
 
 
 def averaged(words: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:

@@ -194,7 +194,7 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
         ({"chips": replace(CHIPS, count=10)}, "slices of 64"),
         ({"chips": replace(CHIPS, mtbi_s=0.0)}, "mean time between interruptions is too short"),
         ({"step_s": (1.0, 0.0)}, "step is too short"),
-        ({"duration_s": 5.0}, "at least ten"),
+        ({"duration_s": 9.0}, "at least 10 of these steps; simulate at least 10 s"),
         ({"jitter": 1.0}, "below 1"),
         ({"mtbf_s": 0.0}, "mean time between deaths is too short"),
         ({"outage_mtbf_s": 0.0}, "mean time between outages is too short"),

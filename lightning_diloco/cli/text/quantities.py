@@ -1,8 +1,9 @@
-"""Parses times, rates, sizes, numbers and shares of a command line: 40ms, 5Gbit, 80GiB, 1.2M, 5%."""
+"""Parses times, rates, sizes, numbers and shares of a command line: 40ms, 5Gbit, 80GiB, 1.2M, 5%; formats times."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ _BYTES = {
     "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
     "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
 }  # fmt: skip
+_NUMBER = r"(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 
 
 def seconds(text: str) -> float:
@@ -37,16 +39,42 @@ def nbytes(text: str) -> int:
 
 def share(text: str) -> float:
     """Parse a share of at least 0 and less than 1."""
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    matched = re.fullmatch(_NUMBER + r"\s*(%?)", text.strip())
     value = float(matched[1]) / (100 if matched[2] else 1) if matched else 1.0
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a share below 1, such as 5% or 0.05")
     return value
 
 
+def whole(text: str, *, least: int = 0) -> int:
+    """Parse a whole number of at least `least`."""
+    number = int(text) if re.fullmatch(r"\d+", text.strip()) else -1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {least}")
+    return number
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    return whole(text, least=1)
+
+
+def as_time(value_s: float) -> str:
+    """Format a time with three digits, in a form that `seconds` parses: 1y, 90min, 2.08h, 40ms."""
+    sizes = sorted(((size, unit) for unit, size in _SECONDS.items() if unit != "m"), reverse=True)
+    fitting = [(value_s / size, unit) for size, unit in sizes if value_s >= size] or [(value_s / _SECONDS["ms"], "ms")]
+    even = [(number, unit) for number, unit in fitting if number < 1000 and math.isclose(number, _rounded(number))]
+    number, unit = (even or fitting)[0]
+    return f"{_rounded(number):.15g}{unit}" if value_s else "0"
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.3g}")
+
+
 def _quantity(text: str, units: Mapping[str, float], default: str | None, allowed: str) -> float:
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    matched = re.fullmatch(_NUMBER + r"\s*([a-zA-Z]*)", text.strip())
     size = units.get(matched[2].lower() or default or "") if matched else None
     if matched is None or size is None or float(matched[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}, above 0")
     return float(matched[1]) * size

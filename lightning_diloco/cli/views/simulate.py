@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,111 +12,160 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_diloco.cli.scenarios.rows import AS_TIMES, Row
+from lightning_diloco.cli.text.quantities import as_time
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.planner.plan import rate
 from lightning_diloco.plots.style import quantity
-from lightning_diloco.simulate.goodput import LEARNER_STEPS, Outcome, Scenario
+from lightning_diloco.simulate.chips import RETURN_SHAPES, WARM_UP
+from lightning_diloco.simulate.goodput import DATA_PARALLEL_STEPS, LEARNER_STEPS
 
 _MEASURES = {"Goodput, simulated": "goodput", "Learners that take part in a round": "participation"}
-_UNITS = {"grace": "[s]", "sync-every": "[steps]", "overlap": "[steps]", "link": "[bit/s]", "mtbi": "[s]"}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One simulated combination of options, or a baseline.
-
-    Args:
-        name: name of the simulated training, such as "8 learners" or "data parallel".
-        num_learners: number of learners; 1 for data parallel training.
-        chips: number of chips of all learners together.
-        varied: options that have several values, by name, without the number of chips.
-        scenario: the simulated scenario.
-        found: the result.
-    """
-
-    name: str
-    num_learners: int
-    chips: float
-    varied: Mapping[str, Any]
-    scenario: Scenario
-    found: Outcome
-
-    @property
-    def label(self) -> str:
-        """Return the name with the options that vary."""
-        return ", ".join([self.name, *(f"{name} {_short(value)}" for name, value in self.varied.items())])
-
-    def figures(self) -> dict[str, Any]:
-        """Return the values for `--json`: shares 0..1, times in seconds."""
-        found = {field.name: getattr(self.found, field.name) for field in dataclasses.fields(self.found)}
-        del found["training"]
-        return {"run": self.name, "learners": self.num_learners, "chips": self.chips, **self.varied, **found}
+_UNITS = {"sync_every": " [steps]", "overlap": " [steps]", "link": " [bit/s]"}
+_NAMED = 4  # values that are listed; of more, the range is
 
 
 def assumptions(rows: Sequence[Row]) -> list[str]:
-    """Return the assumptions of the forecast, in sentences."""
-    last = rows[-1].scenario
-    chips, network = last.chips, last.network
-    steps = " or ".join(f"{step_s:g} s" for step_s in last.step_s)
+    """Return the assumptions of the forecast, in sentences; what differs between rows is listed."""
+    fleets = [row for row in rows if row.baseline is None]
+    baselines = {row.baseline for row in rows} - {None}
     return [
-        f"each {chips.failures_per} fails once in {chips.mtbi_s / 86400:,.0f} days on average, independently; a "
-        f"failure takes {chips.slice_chips:g} chip(s) away, half of the times for less than {chips.return_s:g} s",
-        f"an elastic learner stands still for {chips.rescale_s:g} s after a failure, and trains on with the slices "
-        f"that are left; those that return wait for the next failure, at most {chips.hold_s:g} s",
-        f"a job that is not elastic restarts {chips.restart_s:g} s after a failure, on spare chips",
+        *_failures(fleets),
+        *(_rigid(fleets) if "dp" in baselines else ()),
         "the step that a failure interrupts is lost; no other work is",
-        f"a step takes {steps}; an upload {network.upload_s:.2g} s, a merge {2 * last.merge_s:.2g} s, a download "
-        f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
-        f"overlap {last.config.overlap}; the syncer has as many cores as it needs",
-        "the communication of data parallel training takes no time" + " on one site" * (last.site_s > 0),
+        *_exchanges(fleets),
+        *(_parallel(fleets) if baselines else ()),
         "take part: contributors per learner that was stepping when the round opened; merged: number of contributions",
-        *_deaths(last),
-        *_outages(last),
-        *_failures_of_the_syncer(last),
-        *_extra(last),
-        f"{LEARNER_STEPS:,} steps of all learners together are simulated"
-        if last.duration_s is None
-        else f"{last.duration_s:,.0f} s are simulated",
+        *_deaths(fleets),
+        *_outages(fleets),
+        *_failures_of_the_syncer(fleets),
+        *_extra(fleets),
+        *_length(fleets, has_baseline=bool(baselines)),
     ]
 
 
-def _deaths(scenario: Scenario) -> list[str]:
-    if scenario.mtbf_s is None:
-        return []
+def _failures(rows: Sequence[Row]) -> list[str]:
+    outer, inner = RETURN_SHAPES
+    earlier = _named([WARM_UP * row.scenario.chips.return_s for row in rows], as_time)
     return [
-        f"a learner's process dies every {scenario.mtbf_s:,.0f} s on average, loses what was not merged, and steps "
-        f"again after {scenario.rejoin_s:g} s"
+        f"each {_all(rows, 'failures_per')} fails once in {_all(rows, 'mtbi', as_time)} on average, independently; a "
+        f"failure takes {_all(rows, 'slice', quantity)} chip(s) away, half of the times for less than "
+        f"{_all(rows, 'return', as_time)} (exponentiated Weibull distribution, exponents {outer:g} and {inner:g})",
+        f"failures begin {earlier} before the simulation, so that slices are missing from its start; all of the "
+        "simulated time counts",
+        f"an elastic learner stands still for {_all(rows, 'rescale', as_time)} after a failure, and trains on with the "
+        "slices that are left; those that return wait for the next failure, at most "
+        f"{_all(rows, 'hold', as_time)}",
     ]
 
 
-def _outages(scenario: Scenario) -> list[str]:
-    if scenario.outage_mtbf_s is None:
-        return []
-    return [
-        f"a learner's link fails every {scenario.outage_mtbf_s:,.0f} s on average, for {scenario.outage_s:g} s; the "
-        "learner trains on, and its next contributions include this progress"
+def _rigid(rows: Sequence[Row]) -> list[str]:
+    restart = _all(rows, "restart", as_time)
+    return [f"a job that is not elastic restarts {restart} after a failure, on spare chips"]
+
+
+def _exchanges(rows: Sequence[Row]) -> list[str]:
+    steps = " or ".join(map(as_time, rows[0].scenario.step_s))
+    upload = _named([row.scenario.network.upload_s for row in rows], as_time)
+    merge = _named([2 * row.scenario.merge_s for row in rows], as_time)
+    download = _named([row.scenario.network.download_s for row in rows], as_time)
+    found = [
+        f"a step takes {steps}, with spread {_all(rows, 'spread', _share)} and jitter {_all(rows, 'jitter', _share)}",
+        f"{_all(rows, 'parameters', _integer)} parameters, "
+        f"{_named([row.scenario.config.fragments_wanted for row in rows])} fragments, "
+        f"{_named([row.scenario.config.wire for row in rows])} on the wire; H = {_all(rows, 'sync_every')}, "
+        f"K = {_all(rows, 'quorum')}, tau = {_all(rows, 'overlap')}, grace {_all(rows, 'grace', _grace)}",
+        f"each learner's link has {_all(rows, 'link', rate)}, a round trip takes {_all(rows, 'rtt', as_time)}; an "
+        f"upload takes {upload}, a merge {merge}, a download {download}; the syncer has as many cores as it needs",
     ]
-
-
-def _failures_of_the_syncer(scenario: Scenario) -> list[str]:
-    if scenario.syncer_mtbf_s is None:
-        return ["the syncer does not fail"]
-    failing = f"fails every {scenario.syncer_mtbf_s:,.0f} s on average, for {scenario.syncer_back_s:g} s"
-    found = [f"the syncer {failing}; it loses nothing, messages wait, and the learners train on"]
-    if scenario.num_shards > 1:
-        found.append(f"each of its {scenario.num_shards - 1} other shards {failing}; only its fragments wait")
+    if rows[0].options["standby_link"] is not None:
+        found.append(f"a merge includes the copy to a standby, over {_all(rows, 'standby_link', rate)}")
     return found
 
 
-def _extra(scenario: Scenario) -> list[str]:
-    if not scenario.num_extra:
+def _parallel(rows: Sequence[Row]) -> list[str]:
+    found = ["the communication of data parallel training takes no time" + " on one site" * _has_extra(rows)]
+    if _has_extra(rows):
+        found.append(
+            "in data parallel training, the extra learners are further sites, each as large as the first one; each "
+            "step averages bfloat16 gradients by a ring of the sites, "
+            f"{_named([row.scenario.site_s for row in rows], as_time)} from one site to another; all chips stop when "
+            "they come and when they leave, as after a failure"
+        )
+    return found
+
+
+def _deaths(rows: Sequence[Row]) -> list[str]:
+    if rows[0].scenario.mtbf_s is None:
         return []
     return [
-        f"{scenario.num_extra} more learners train for {scenario.extra_s:,.0f} s in the middle of the run; time: "
-        "that of the merged tokens, relative to the time that the other learners would need without failures",
-        "in data parallel training they are further sites, each as large as the first one; each step averages bfloat16 "
-        f"gradients by a ring of the sites, {scenario.site_s:.2g} s from one site to another; all chips stop when they "
-        "come and when they leave, as after a failure",
+        f"a learner's process dies every {_all(rows, 'mtbf', as_time)} on average, loses what was not merged, and "
+        f"steps again after {_all(rows, 'rejoin', as_time)}"
     ]
+
+
+def _outages(rows: Sequence[Row]) -> list[str]:
+    if rows[0].scenario.outage_mtbf_s is None:
+        return []
+    return [
+        f"a learner's link fails every {_all(rows, 'outage_every', as_time)} on average, for "
+        f"{_all(rows, 'outage', as_time)}; the learner trains on, and its next contributions include this progress"
+    ]
+
+
+def _failures_of_the_syncer(rows: Sequence[Row]) -> list[str]:
+    if rows[0].scenario.syncer_mtbf_s is None:
+        return ["the syncer does not fail"]
+    failing = f"fails every {_all(rows, 'syncer_mtbf', as_time)} on average, for {_all(rows, 'syncer_back', as_time)}"
+    found = [f"the syncer {failing}; it loses nothing, messages wait, and the learners train on"]
+    if (num_shards := rows[0].scenario.num_shards) > 1:
+        found.append(f"each of its {num_shards - 1} other shard(s) {failing}; only its fragments wait")
+    return found
+
+
+def _extra(rows: Sequence[Row]) -> list[str]:
+    if not _has_extra(rows):
+        return []
+    return [
+        f"{_all(rows, 'extra')} more learners train for {_all(rows, 'extra_for', as_time)} in the middle of the run; "
+        "time: that of the merged tokens, relative to the time that the other learners would need without failures"
+    ]
+
+
+def _length(rows: Sequence[Row], *, has_baseline: bool) -> list[str]:
+    length = _named([row.scenario.length_s for row in rows], as_time)
+    if rows[0].scenario.duration_s is None:
+        length += f", {LEARNER_STEPS:,} steps of all learners together"
+        length += f" (data parallel training: {DATA_PARALLEL_STEPS:,} steps)" * has_baseline
+    return [f"simulated: {length}; seed {_all(rows, 'seed')}"]
+
+
+def _has_extra(rows: Sequence[Row]) -> bool:
+    return any(row.scenario.num_extra for row in rows)
+
+
+def _all(rows: Sequence[Row], option: str, shown: Callable[[Any], str] = str) -> str:
+    """Return the values of an option in all rows."""
+    return _named([row.options[option] for row in rows], shown)
+
+
+def _named(values: Iterable[Any], shown: Callable[[Any], str] = str) -> str:
+    """Return the different values, as a range if there are many."""
+    ordered = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+    texts = list(dict.fromkeys(map(shown, ordered)))
+    return " or ".join(texts) if len(texts) <= _NAMED else f"{texts[0]} to {texts[-1]}"
+
+
+def _integer(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def _grace(value: float | str) -> str:
+    return value if isinstance(value, str) else as_time(value)
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -131,7 +179,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def _by_chips(rows: Sequence[Row]) -> Table:
     columns = sorted({row.chips for row in rows})
-    table = _table("goodput", [_short(chips) for chips in columns])
+    table = _table("goodput", [quantity(chips) for chips in columns])
     for label, cells in _by_label(rows).items():
         goodput = {row.chips: row.found.goodput for row in cells}
         table.add_row(label, *(f"{goodput[chips]:.1%}" for chips in columns))
@@ -142,15 +190,13 @@ def _by_figure(rows: Sequence[Row]) -> Table:
     columns = ["goodput", "uptime", "pauses", "take part", "rounds", "merged"]
     has_extra = any(row.scenario.num_extra for row in rows)
     columns += ["time"] if has_extra else []
-    table = _table(f"{_short(rows[0].chips)} chips", columns)
+    table = _table(f"{quantity(rows[0].chips)} chips", columns)
     for row in rows:
         found = row.found
         cells = [f"{found.goodput:.1%}", f"{found.uptime:.1%}", f"{found.pauses:,}"]
-        if found.participation is not None:
-            cells += [f"{found.participation:.1%}", f"{found.rounds:,}", f"{found.merges:,}"]
-        else:
-            cells += ["", "", ""]
-        cells += [f"{1 / found.work:.1%}"] if has_extra else []
+        cells += ["" if found.participation is None else f"{found.participation:.1%}"]
+        cells += [f"{found.rounds:,}", f"{found.merges:,}"] if row.baseline is None else ["", ""]
+        cells += [f"{1 / found.work:.1%}" if found.work else "never"] if has_extra else []
         table.add_row(row.label, *cells)
     return table
 
@@ -190,7 +236,8 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
             )
         elif (swept := _swept(rows)) is not None:
             panels = {title: _lines(rows, swept, measure) for title, measure in _MEASURES.items()}
-            forecast.draw_sweep(panels, path, option=f"{swept} {_UNITS.get(swept, '')}".strip())
+            option = swept.replace("_", "-") + _UNITS.get(swept, "")
+            forecast.draw_sweep(panels, path, option=option, shown=as_time if swept in AS_TIMES else quantity)
         else:
             lanes = {
                 row.label: [(at_s, num / row.found.training[0][1]) for at_s, num in row.found.training] for row in rows
@@ -225,7 +272,3 @@ def _lines(rows: Sequence[Row], swept: str, measure: str) -> dict[str, list[tupl
 def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
     labels = dict.fromkeys(row.label for row in rows)
     return {label: [row for row in rows if row.label == label] for label in labels}
-
-
-def _short(value: Any) -> str:
-    return value if isinstance(value, str) else quantity(value)

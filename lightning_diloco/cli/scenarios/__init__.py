@@ -1,0 +1,1 @@
+"""Scenarios of `diloco simulate`: their options, their files, and the rows of a forecast."""

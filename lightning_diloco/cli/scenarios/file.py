@@ -1,0 +1,69 @@
+"""Reads a scenario: a YAML file of options by name, checked as those of a command line.
+
+Names may have dashes or underscores. All problems are reported at once, with the file's name.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.scenarios.options import add_options, flag
+from lightning_diloco.cli.text.spelling import hint
+from lightning_diloco.errors import ConfigError
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the options of a scenario.
+
+    Raises:
+        ConfigError: the file cannot be read, or an option is unknown, given twice, or has a bad value.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        root, options = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is no scenario: {error}; write a YAML file such as `learners: [2, 4]`") from error
+    if not isinstance(root, yaml.MappingNode):
+        found = "is empty" if options is None else f"holds {options!r}"
+        raise ConfigError(f"{path} {found}; a scenario maps options to values, such as `learners: [2, 4]`")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_options(parser)
+    names = [key.value.replace("-", "_") for key, _ in root.value]
+    problems = _bad_names(names, [action.dest for action in parser._actions])
+    if not problems:
+        parsed, problems = _parsed(parser, dict(zip(names, options.values(), strict=True)))
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return parsed
+
+
+def _bad_names(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    problems = [
+        f"unknown option {name}{hint(name, [each.replace('_', '-') for each in known])}; known: "
+        f"{', '.join(sorted(known))}"
+        for name in names
+        if name not in known
+    ]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    return problems + [f"{name} is given more than once; give all of its values in one list" for name in twice]
+
+
+def _parsed(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    parsed, problems = {}, []
+    for name, value in options.items():
+        words = [str(each) for each in (value if isinstance(value, list) else [value])]
+        try:
+            found, too_many = parser.parse_known_args([flag(name), *words])
+        except argparse.ArgumentError as error:
+            problems.append(f"{name}: {error.message}")
+            continue
+        if too_many:
+            problems.append(f"{name}: {value!r}: must be one value")
+        parsed[name] = vars(found)[name]
+    return parsed, problems
