@@ -86,6 +86,11 @@ def _goodput(found: Results) -> str:
     return "\n\n".join((_rows(found), *map(report.table, more)))
 
 
+def _simulated(found: Results) -> str:
+    table = _with(simulated.COLUMNS)(found)
+    return f"{table}\n\n{report.table(simulated.spreads(found['rows'], found['runs']))}"
+
+
 def _bandwidth(found: Results) -> str:
     return "\n\n".join((report.table(found["rows"]), _checks(found), report.table(found["eight_sites"])))
 
@@ -138,7 +143,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak", "takeovers", "takeovers_shards", "at_size", "shards"), _rows),
     "peers": _peers,
-    "simulated": _with(simulated.COLUMNS),
+    "simulated": _simulated,
     "bandwidth": _bandwidth,
     "gpu": _gpu,
     "fleets": _with(fleets.COLUMNS),

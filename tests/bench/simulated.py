@@ -4,7 +4,7 @@ python tests/bench/run.py simulated
 
 1. Three learners sleep in each step. In one scenario learners are killed (SIGKILL) at random times, in one a learner is
    four times slower, and in one each link is slower than the exchanges need. Each scenario runs three times.
-2. The simulation gets the mean and the spread of each learner's steps, the times between kills, the times from a kill
+2. The simulation gets means, not distributions: the mean and the spread of each learner's steps, the times between kills, the times from a kill
    to the next step, and the rate of the links. Everything else follows from the state machines. Simulations take as
    long as a run; the figures are means of twenty. Rounds are counted as the difference between a simulation of twice
    the time and one of the time, so the drain does not count.
@@ -164,6 +164,18 @@ def compared(runs: dict[str, list[Row]], duration_s: float) -> tuple[list[Row], 
         control = misses(simulated([run | told_nothing for run in found], duration_s), found)
         checks[f"control: not told of {name}: {', '.join(control)}"] = bool(control)
     return rows, checks
+
+
+def spreads(rows: Sequence[Row], runs: dict[str, list[Row]]) -> list[Row]:
+    """Return for each figure the lowest and highest real run, and how far the simulation is from the median."""
+    found: list[Row] = []
+    for row, metric in itertools.product(rows, METRICS):
+        real_ones = [run[metric] for run in runs[row["run"]] if run[metric] is not None]
+        if real_ones:
+            off = row[f"{metric}, simulated"] / statistics.median(real_ones) - 1
+            cells = {"lowest": min(real_ones), "highest": max(real_ones), "simulated against the median": f"{off:+.1%}"}
+            found.append({"run": f"{row['run']}: {metric}", **cells})
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
