@@ -206,7 +206,7 @@ class Fleet:
     def saw(self, whose: str, event: object) -> None:
         """See `World`."""
         self.num_events += 1
-        if self._is_audited:
+        if self._is_audited and not isinstance(event, on.Tick):
             self.history.append((self._timeline.now_s, whose, event))
 
     def audit(self) -> None:

@@ -16,6 +16,7 @@ python -m tests.bench.goodput_table   # 30 minutes
    compares the time that the same tokens take. The paper does not say how it models data parallel training here. One
    parameter, the link between the sites of its ring, was fitted to the four values: gradients take as long as a step
    from one site to another. As a control, a link of twice the rate must miss the bound.
+6. A cell and a simulated day of 16 learners take the CPU time and the memory of their process, imports included.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -46,6 +50,7 @@ PUBLISHED = {
 }
 LARGEST, MEAN = 3.0, 1.5  # points
 SEEDS = 4
+CPU_S, MEMORY_MB = (20, 300), 1000  # of a cell and of a day
 OFF = 0.05
 SCAVENGING = {  # published times by extra learners, of 8
     2: {"8 learners": 0.90, "elastic data parallel": 1.07},
@@ -234,6 +239,25 @@ def scavenging(extras: Iterable[int] = SCAVENGING, site_link: float = SITE_LINK)
     return sorted(found, key=lambda row: str(row["run"]).partition(",")[0])
 
 
+def cost(*words: str) -> dict[str, float]:
+    """Return the CPU time and the largest memory of a `diloco simulate` command with 16 learners on 2.4M chips."""
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_diloco.cli.main",
+        "simulate",
+        "--learners",
+        "16",
+        "--chips",
+        "2.4M",
+        *words,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    assert status == 0, command
+    return {"CPU [s]": used.ru_utime + used.ru_stime, "memory [MB]": used.ru_maxrss / 1024}
+
+
 def furthest(rows: Sequence[dict[str, Any]], run: str) -> float:
     """Return by how much the time of a training with extra learners is off at most."""
     return max(abs(row["time"] - row["published"]) for row in rows if row["run"].startswith(run))
@@ -260,6 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fast_link = scavenging([2], 2 * SITE_LINK)
     real = real_runs()
     off = max(abs(row["off by"]) for row in real)
+    costs = [{"run": "a cell", **cost()}, {"run": "a day", **cost("--duration", "1d")}]
+    memory = max(row["memory [MB]"] for row in costs)
     checks = {
         f"{within} of {len(found)} cells are within {LARGEST:g} points, the worst {worst:.1f}": within == len(found),
         f"the mean error is {average:.2f} points, bound {MEAN:g}": average < MEAN,
@@ -273,6 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"learners of two speeds: goodput {min(row['goodput'] for row in mixed):.1%} at every quorum, bound 99%": all(
             row["goodput"] >= 0.99 for row in mixed
         ),
+        **{
+            f"{row['run']} of 16 learners is simulated in {row['CPU [s]']:.0f} s of CPU time, bound {bound_s}": row[
+                "CPU [s]"
+            ]
+            <= bound_s
+            for row, bound_s in zip(costs, CPU_S, strict=True)
+        },
+        f"the simulation takes at most {memory:.0f} MB, bound {MEMORY_MB}": memory <= MEMORY_MB,
         f"extra learners: off by at most {furthest(visits, '8 learners'):.1%}, bound 1%": furthest(visits, "8 learners")
         <= 0.01,
         f"extra chips of data parallel training: off by at most {furthest(visits, 'elastic'):.1%}, bound "
@@ -284,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if args.out:
         draw(rows, args.out.with_suffix(".png"))
-    found_too = {"two_speeds": mixed, "scavenging": visits, "real": real, "cubes": per_cube, **others}
+    found_too = {"two_speeds": mixed, "scavenging": visits, "real": real, "costs": costs, "cubes": per_cube, **others}
     return report.conclude(args.out, table(rows), checks, cells=rows, **found_too)
 
 

@@ -4,10 +4,10 @@ python tests/bench/run.py simulated
 
 1. Three learners sleep in each step. In one scenario learners are killed (SIGKILL) at random times, in one a learner is
    four times slower, and in one each link is slower than the exchanges need. Each scenario runs three times.
-2. The simulation gets means, not distributions: the mean and the spread of each learner's steps, the times between kills, the times from a kill
-   to the next step, and the rate of the links. Everything else follows from the state machines. Simulations take as
-   long as a run; the figures are means of twenty. Rounds are counted as the difference between a simulation of twice
-   the time and one of the time, so the drain does not count.
+2. The simulation gets means, not distributions: the mean and the spread of each learner's steps, the times between
+   kills, the times from a kill to the next step, and the rate of the links. Everything else follows from the state
+   machines. Simulations take as long as a run; the figures are means of twenty. Rounds are counted as the difference
+   between a simulation of twice the time and one of the time, so the drain does not count.
 3. Participation and recovery are those of `diloco chaos`. Rounds are counted between the first and the last step of the
    fleet. Goodput: tokens merged, of those that all learners would have trained in this time. Links have a delay, except
    in the runs with kills.
