@@ -81,6 +81,7 @@ def _goodput(found: Results) -> str:
         goodput_table.beside_published(found["two_speeds"]),
         found["scavenging"],
         found["real"],
+        found["costs"],
         goodput_table.answers(cells),
     )
     return "\n\n".join((_rows(found), *map(report.table, more)))
