@@ -11,6 +11,7 @@ import pytest
 
 from lightning_diloco.storage.tape import read_tape
 from tests import command
+from tests.e2e.recorded import assert_recorded_exactly
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -114,6 +115,7 @@ def test_the_run_ends_by_itself_and_its_ledger_is_exact(run: Run) -> None:
     assert summary["status"] == "finished"
     assert summary["ledger_exact"]
     assert summary["joins"] == 8
+    assert_recorded_exactly(run.folder)
     assert "undrained" not in summary["tokens_discarded"], "who was asked to go had sent everything"
     assert all(max(run.lives(f"l{k}")[-1]) == MAX_STEPS - 1 for k in range(4)), "each trained as far as it was told"
 

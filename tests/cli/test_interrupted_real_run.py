@@ -15,6 +15,7 @@ import pytest
 from lightning_diloco.storage.tape import read_tape
 from tests import command
 from tests.cli.line_model import MODEL
+from tests.e2e.recorded import assert_recorded_exactly
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +104,7 @@ def test_an_interrupted_run_loses_nothing_and_can_be_continued(tmp_path: Path) -
     summary = run.summary
     assert summary["status"] == "interrupted"
     assert summary["ledger_exact"]
+    assert_recorded_exactly(run.dir)
     # Samples of each step in each of two fragments; the step at which the signal came is one of them.
     assert summary["tokens_seen"] == summary["tokens_merged"] == sum(last.values()) * 4 * 2
 
@@ -116,4 +118,5 @@ def test_an_interrupted_run_loses_nothing_and_can_be_continued(tmp_path: Path) -
     summary = run.summary
     assert summary["status"] == "finished"
     assert summary["ledger_exact"]
+    assert_recorded_exactly(run.dir)
     assert summary["joins"] == 4

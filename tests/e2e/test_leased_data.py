@@ -18,7 +18,7 @@ from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.address import read_join_file
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.reader import RANGE_SIZE, SIZES
-from tests.e2e.recorded import assert_recorded_exactly
+from tests.e2e.recorded import assert_recorded_exactly, assert_tampering_is_seen
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +116,7 @@ def test_one_learner_then_eight_then_one_with_a_kill_every_sample_is_merged_once
     counts, ranges = merged(log, trained), done(log)
     assert summary["ledger_exact"]
     assert_recorded_exactly(processes.run_dir)
+    assert_tampering_is_seen(processes.run_dir, processes.root / "tampered")
     assert sum(count.total() for count in counts) == summary["tokens_merged"]
     assert len(trained) == summary["joins"] == 8, "nobody began anew"
     assert max(ranges.values()) == 1, "no range is done twice"

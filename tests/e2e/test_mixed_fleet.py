@@ -20,7 +20,7 @@ from torch.utils import backend_registration
 from lightning_diloco.syncer.replay import replay
 from tests.devices.fake_tpu import make_chips
 from tests.e2e.conftest import HERE, Processes
-from tests.recorded_run import records
+from tests.recorded_log import records
 
 XLA_PYTHON = os.environ.get("XLA_PYTHON")
 NUM_COMMITS = 100

@@ -12,6 +12,7 @@ import pytest
 from lightning_diloco.storage.tape import read_tape
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
+from tests.e2e.recorded import assert_recorded_exactly
 from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact, restored
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
@@ -45,6 +46,7 @@ def test_a_learner_many_versions_behind_catches_up_and_keeps_its_tokens(processe
     assert (summary["lapses"], summary["joins"]) == (1, 2)
     assert summary["tokens_merged"] == summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
     assert_exact(summary)
+    assert_recorded_exactly(processes.run_dir)
     versions, digests = restored(processes.run_dir, processes.root / "copy")
     for h in held:
         assert all(h["digests"][p] == digests[p] for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p])
@@ -70,6 +72,7 @@ def test_learners_ahead_of_a_restored_run_directory_adopt_it_in_a_new_generation
     assert set(summary["tokens_discarded"]) == {"restored"}
     assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
     assert_exact(summary)
+    assert_recorded_exactly(processes.run_dir)
     versions, digests = restored(processes.run_dir, processes.root / "copy")
     last = next(h for h in held if h["is_last"])
     assert (last["landed"], tuple(last["digests"])) == (versions, digests)

@@ -23,7 +23,7 @@ from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
-from tests.e2e.recorded import assert_recorded_exactly, assert_tampering_is_seen
+from tests.e2e.recorded import assert_damage_is_told, assert_recorded_exactly, assert_tampering_is_seen
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,9 @@ def test_two_learners_finish_over_tls_and_strangers_are_refused(processes: Proce
 
 
 @pytest.mark.chaos
-def test_killed_learners_lapse_or_return_and_the_others_continue(processes: Processes) -> None:
+def test_killed_learners_lapse_or_return_and_the_others_continue(
+    processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
     syncer = processes.syncer()
     learners = {name: processes.learner(name) for name in ("dies", "returns", "stays")}
     until(lambda: len(processes.status()["learners"]) == 3, "three learners", processes)
@@ -103,6 +105,7 @@ def test_killed_learners_lapse_or_return_and_the_others_continue(processes: Proc
     assert_exact(summary)
     assert_recorded_exactly(processes.run_dir)
     assert_tampering_is_seen(processes.run_dir, processes.root / "tampered")
+    assert_damage_is_told(processes.run_dir, processes.root / "damaged", capsys)
 
 
 @pytest.mark.chaos

@@ -18,6 +18,7 @@ from lightning_diloco.syncer.replay import replay
 from lightning_diloco.syncer.shards.whole import read_run
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
+from tests.e2e.recorded import assert_recorded_exactly
 from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
@@ -40,6 +41,7 @@ def assert_nothing_lost(processes: Processes) -> None:
     assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
     assert summary["tokens_merged"] == summary["tokens_seen"]
     assert_exact(summary)
+    assert_recorded_exactly(processes.run_dir)
 
 
 def is_accepted(processes: Processes) -> bool:

@@ -17,6 +17,7 @@ from lightning_diloco.syncer.replay import replay
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.learner import TOKENS
 from tests.e2e.pair import COMMAND, Pair
+from tests.e2e.recorded import assert_recorded_exactly
 from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact, restored
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
@@ -29,6 +30,7 @@ def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
     assert summary["status"] == "finished"
     assert summary["tokens_seen"] == summary["tokens_merged"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
     assert_exact(summary)
+    assert_recorded_exactly(pair.dirs[which])
     versions, digests = restored(pair.dirs[which], pair.processes.root / "copy")
     for h in held:
         assert all(h["digests"][p] == digests[p] for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p])

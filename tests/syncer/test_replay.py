@@ -16,6 +16,7 @@ from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.contribution_archive import Recorder, read_commit
 from lightning_diloco.syncer.replay import replay
+from tests.e2e.recorded import assert_recorded_exactly
 from tests.learner.fleet import OPTIONS, Fleet, finish
 
 NUM_COMMITS = 18
@@ -35,6 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fleet.until_commits(NUM_COMMITS)
         finish(*learners)
         fleet.stop()
+    assert_recorded_exactly(run_dir)
     return run_dir
 
 

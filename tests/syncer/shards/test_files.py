@@ -18,6 +18,7 @@ from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress, write_join_file
+from tests.e2e.recorded import assert_recorded_exactly
 from tests.learner.fleet import RUN, Fleet, assert_exact, finish, until
 from tests.syncer.shards.test_shards import SIX, miss_a_generation
 from tests.syncer.test_replay import content, flip
@@ -41,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fleet.until_commits(24)
         finish(*learners)
         fleet.stop()
+    assert_recorded_exactly(run_dir)
     return run_dir
 
 
