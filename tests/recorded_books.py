@@ -61,7 +61,8 @@ class Session:
 
     def begin_with(self, saved: Json, account: Json | None) -> None:
         """Continue the session and the account of a snapshot."""
-        self.state, self.is_lapsed, self.step = saved["state"], saved["is_lapsed"], saved["step"]
+        self.state = "granted" if saved["state"] == "joining" else saved["state"]
+        self.is_lapsed, self.step = saved["is_lapsed"], saved["step"]
         self.num_refused, self.num_clipped = saved["num_refused"], saved["num_clipped"]
         for p, (seq, fate, version, reason, _) in saved["fates"].items():
             self.decide(int(p), seq, fate, version if fate == "merged" else reason)

@@ -75,7 +75,8 @@ class Check:
             self.problems.append(str(error))
 
     def _begin_with(self, state: Json) -> None:
-        self._config, self._versions = state["manifest"]["config"], state["versions"]
+        if state["manifest"] is not None:  # a standby may begin before the run has start values
+            self._config, self._versions = state["manifest"]["config"], state["versions"]
         self._generation, self._stopped, self._quarantined = state["generation"], state["stopped"], state["quarantined"]
         for name in ("joins", "lapses", "commits", "contributors", "stepping"):
             self._counts[name] = state[f"num_{name}"]
