@@ -115,7 +115,7 @@ class Session:
         """Yield what it reports as discarded for causes of which the log has none."""
         fates = {fate for fate, _ in self.fates.values()}
         for cause, number in (self.report["discarded"] if self.report else {}).items():
-            if fates.isdisjoint(CAUSES.get(cause, fates)) and cause in CAUSES:
+            if number and cause in CAUSES and fates.isdisjoint(CAUSES[cause]):
                 yield f"{self} reports {number} token x fragment {cause}, and nothing in the log is the cause"
 
     def told(self, quarantined: str | None) -> Json:

@@ -58,7 +58,10 @@ def call(arguments: argparse.Namespace) -> int:
 
     if arguments.scenario is not None:
         given = merged(read(arguments.scenario), given)
-    rows = rows_of(given)
+    try:
+        rows = rows_of(given)
+    except ConfigError as error:
+        raise (ConfigError([f"{arguments.scenario}: {error}"]) if arguments.scenario else error) from None
     draw = view.painter(given["plot"]) if "plot" in given else lambda rows: None
     draw(rows)
     if arguments.json:
@@ -88,7 +91,8 @@ def _explore(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
 
     if stray := given.keys() - _SEARCH:
         raise ConfigError(
-            f"{flags(stray)}: not with --explore; histories have settings of their own, which follow from --seed"
+            f"{flags(stray)}: not with --explore; histories have settings of their own, which follow from --seed; "
+            "leave out these options"
         )
     if arguments.scenario is not None:
         raise ConfigError(f"{arguments.scenario}: no scenario with --explore; leave out the file, or --explore")
@@ -127,7 +131,7 @@ def _figures(seed: int, found: Found, steps: list[Any]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    print(f"{found['histories']} histories from seed {found['seed']} on, {found['events']:,} events checked")
+    print(f"histories: {found['histories']}, from seed {found['seed']} on, {found['events']:,} events checked")
     violation = found["violation"]
     if violation is None:
         print("no invariant was broken")

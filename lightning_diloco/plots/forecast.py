@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from lightning_diloco.plots.style import SETTINGS, color_of, label_end, label_ends, quantity
+from lightning_diloco.plots.style import SETTINGS, color_of, label_ends, quantity
 
 Points = Sequence[tuple[float, float]]
 
@@ -28,16 +28,18 @@ def draw_goodput(lines: Mapping[str, Points], path: Path, *, dots: Mapping[str, 
     with rc_context(SETTINGS):
         figure = Figure(figsize=(7.5, 3.6), layout="constrained")
         axes: Any = figure.subplots()
+        ends = []
         for label, color in color_of(lines).items():
             xs, ys = zip(*lines[label], strict=True)
             axes.plot(xs, ys, color=color)
             axes.plot(*zip(*(dots or lines)[label], strict=True), "o", markersize=3.5, color=color)
-            label_end(axes, xs[-1], ys[-1], label, color)
+            ends.append((xs[-1], ys[-1], label, color))
         axes.set(xscale="log", xticks=sorted({x for points in lines.values() for x, _ in points}), ylim=(0, 1.02))
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(quantity)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set(xlabel="chips", title="Goodput, simulated" + (" (lines) and published (dots)" if dots else ""))
+        label_ends(axes, ends)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -10,10 +10,10 @@
    the network becomes that of real runs, in which polls are answered in order, and the norm guard scales nothing down.
    Then each learner must get its work merged, at least one of MERGED_OF successive contributions, drain completely and
    leave, and the ledger must be exact.
-3. Not played: a record that is torn within is cut off when the log is opened, so it is a lost record here
-   (`tests/storage/test_redo_log.py` tears one at every byte). The machines get a monotonic clock, which cannot jump
-   back; a jump forward is a suspension. A learner that resumes from its checkpoint joins like a new one, and its
-   checkpoint holds nothing of the protocol.
+3. Not played: a torn record, because opening the log cuts it off, so it is a lost record here
+   (`tests/storage/test_redo_log.py` tears one at every byte); a clock that jumps back, because the machines get a
+   monotonic one (a jump forward is a suspension); a learner that resumes from its checkpoint, because it joins like a
+   new one.
 4. A step names learners by position, so a history is still valid if steps are left out. A failing history is shrunk:
    steps are left out as long as it still fails.
 """
@@ -294,7 +294,7 @@ class History:
         fleet = self._fleet
         fleet.network = replace(fleet.network, loss=0.0, repeats=0.0, jitter=0.0)
         for learner in fleet.learners.values():
-            learner.connected_s = fleet.now_s  # its last messages may have been lost
+            learner.connected_s, learner.dies_in = fleet.now_s, None  # its last messages may have been lost
         fleet.syncer.guard = 0.0  # work that the norm guard cut off waits for further rounds without a time limit
         self._heal_all()
         fleet.run_for(RECONNECT_S)

@@ -351,12 +351,12 @@ class Fleet:
         self.saw(learner.session, event)
         todo = learner.state.handle(event, self._timeline.now_s)
         for action in todo:
-            self._do_for_learner(learner, action)
             if learner.dies_in is not None:
-                learner.dies_in -= 1
                 if learner.dies_in == 0:
                     self.kill(learner)
                     return
+                learner.dies_in -= 1
+            self._do_for_learner(learner, action)
         if self._is_audited:
             self.invariants.after_learner_event(learner, event, todo)
 

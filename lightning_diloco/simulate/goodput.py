@@ -190,7 +190,8 @@ def simulate(scenario: Scenario) -> Outcome:
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
     m, num_extra = scenario.num_learners, scenario.num_extra
-    until_s = DATA_PARALLEL_STEPS * max(scenario.step_s) if scenario.duration_s is None else scenario.duration_s
+    is_long = scenario.duration_s is None and not num_extra  # extra learners stay for a part of the learners' time
+    until_s = DATA_PARALLEL_STEPS * max(scenario.step_s) if is_long else scenario.length_s
     changes = [0.0, until_s]
     if num_extra:
         alone_s = (until_s - scenario.extra_s) / 2
@@ -224,11 +225,13 @@ def _part(scenario: Scenario, chips: Chips, k: int, length_s: float) -> tuple[li
 
 def _problems(scenario: Scenario) -> Iterator[str]:
     m, chips, slowest_s = scenario.num_learners, scenario.chips, max(scenario.step_s)
-    length_s = scenario.length_s if m else 0.0
-    if m < 1 or chips.count < 1:
+    if m < 1:
+        yield f"{m} learners; there must be at least one"
+        return
+    if chips.count < 1:
         yield (
-            f"{m} learners with {chips.count:,.10g} chips each; there must be a learner, and each needs at least one "
-            f"chip; take at least {max(1, m)} chips in all, or fewer learners"
+            f"{chips.count:,.10g} chips for each of {m} learners; each needs at least one chip; take at least {m} in "
+            "all, or fewer learners"
         )
     elif not 1 <= chips.slice_chips <= chips.count:
         yield (
@@ -249,12 +252,13 @@ def _problems(scenario: Scenario) -> Iterator[str]:
     for name, value_s in times.items():
         if value_s is not None and value_s <= 0:
             yield f"the {name} is too short: {value_s:g} s; it must be above 0; choose a longer time"
+    length_s = scenario.length_s
     if length_s < _LEAST_STEPS * slowest_s:
         yield (
             f"{length_s:g} s are simulated, and the slowest step takes {slowest_s:g} s; a simulation has at least "
             f"{_LEAST_STEPS} of these steps; simulate at least {_LEAST_STEPS * slowest_s:g} s"
         )
-    if scenario.num_extra < 0 or scenario.extra_s > length_s:
+    if scenario.num_extra < 0 or (scenario.num_extra and scenario.extra_s > length_s):
         yield (
             f"{scenario.num_extra} extra learners for {scenario.extra_s:g} s of {length_s:g} s; they stay for a part "
             "of the simulated time; shorten their stay, or simulate for longer"

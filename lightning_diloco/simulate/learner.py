@@ -33,7 +33,7 @@ class SimulatedLearner:
         connected_s: when the network was last restored.
         boot: number of the syncer start to which it last connected.
         is_cut, is_deaf: whether the network carries nothing, or nothing from the syncer.
-        dies_in: number of its actions after which it is killed; None: it is not.
+        dies_in: it is killed after this number of its actions, before the next one; None: it is not.
         params, anchors: values per fragment.
         kept: sent values by (fragment, seq).
         staged: the last fetched update, per fragment.

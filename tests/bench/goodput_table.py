@@ -5,7 +5,7 @@ python -m tests.bench.goodput_table   # 30 minutes
 1. One set of parameters serves all 30 cells. The paper publishes neither rescale nor return times, so three defaults of
    `diloco simulate` (--rescale, --hold, --restart) were fitted to the table, once. The rest of the rows is a forecast.
 2. A cell is the mean over SEEDS seeds; its spread is the standard error of this mean. Half and double of the fitted
-   times give a band for each cell, with one seed. As controls, both must miss the bound on the mean error. A second
+   times give a band for each cell, with one seed. As controls, both must miss the bound on the mean error. Another
    table has failures of whole cubes, also with one seed: each cube of 64 chips fails once a year.
 3. Real runs with killed learners (`forecast.py`, stored) are simulated with their measured step times, times between
    kills and restart times. Time that the run without kills has lost to longer steps is taken off.
@@ -16,7 +16,8 @@ python -m tests.bench.goodput_table   # 30 minutes
    compares the time that the same tokens take. The paper does not say how it models data parallel training here. One
    parameter, the link between the sites of its ring, was fitted to the four values: gradients take as long as a step
    from one site to another. As a control, a link of twice the rate must miss the bound.
-6. A cell and a simulated day of 16 learners take the CPU time and the memory of their process, imports included.
+6. The CPU time and the memory of a cell and of a simulated day, both with 16 learners, are those of a new process,
+   imports included.
 """
 
 from __future__ import annotations
@@ -76,13 +77,14 @@ def simulated(*words: str) -> list[dict[str, Any]]:
 
 
 def averaged(words: Sequence[str], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the rows of a command with their means over several seeds, and the goodput of each seed."""
+    """Return each row's mean goodput over several seeds, the goodput of each seed, and the lowest uptime."""
     runs = [simulated(*words, "--seed", str(seed)) for seed in seeds]
     found = []
     for row, *others in zip(*runs, strict=True):
         goodputs = [each["goodput"] for each in (row, *others)]
         uptime = min(each["uptime"] for each in (row, *others))
-        found.append({**row, "goodput": mean(goodputs), "goodputs": goodputs, "uptime": uptime})
+        kept = {name: row[name] for name in ("run", "learners", "chips")}
+        found.append({**kept, "goodput": mean(goodputs), "goodputs": goodputs, "uptime": uptime})
     return found
 
 
@@ -241,20 +243,12 @@ def scavenging(extras: Iterable[int] = SCAVENGING, site_link: float = SITE_LINK)
 
 def cost(*words: str) -> dict[str, float]:
     """Return the CPU time and the largest memory of a `diloco simulate` command with 16 learners on 2.4M chips."""
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_diloco.cli.main",
-        "simulate",
-        "--learners",
-        "16",
-        "--chips",
-        "2.4M",
-        *words,
-    ]
+    fleet = ("--learners", "16", "--chips", "2.4M")
+    command = [sys.executable, "-m", "lightning_diloco.cli.main", "simulate", *fleet, *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
-    assert status == 0, command
+    process.returncode = os.waitstatus_to_exitcode(status)  # so that nothing waits for it again
+    assert process.returncode == 0, command
     return {"CPU [s]": used.ru_utime + used.ru_stime, "memory [MB]": used.ru_maxrss / 1024}
 
 
@@ -276,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = [error for each in errors(rows).values() for error in each]
     within = sum(abs(error) <= LARGEST for error in found)
     worst, average = max(map(abs, found)), mean_error(rows)
-    uptime = min((row["uptime"] for row in rows if row["run"] in MANY), default=1.0)
+    uptimes = [row["uptime"] for row in rows if row["run"] in MANY]
     others = with_other_times(fleets)
     per_cube = simulated(*fleets, "--failures-per", "slice")
     mixed = two_speeds(duration)
@@ -289,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = {
         f"{within} of {len(found)} cells are within {LARGEST:g} points, the worst {worst:.1f}": within == len(found),
         f"the mean error is {average:.2f} points, bound {MEAN:g}": average < MEAN,
-        f"with 8 and 16 learners, at least one trains {uptime:.2%} of the time, bound 99.9%": uptime >= 0.999,
+        **{
+            f"with 8 and 16 learners, at least one trains {uptime:.2%} of the time, bound 99.9%": uptime >= 0.999
+            for uptime in sorted(uptimes)[:1]
+        },
         **{
             f"control: with {name} the fitted times, the mean error is {error:.1f} points, more than {MEAN:g}": error
             > MEAN

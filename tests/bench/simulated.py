@@ -153,6 +153,7 @@ def compared(runs: dict[str, list[Row]], duration_s: float) -> tuple[list[Row], 
     for name, found in runs.items():
         row = simulated(found, duration_s)
         measured = {x: statistics.median(run[x] for run in found) for x in METRICS if found[0][x] is not None}
+        assert all(row[metric] is not None for metric in measured), f"{name}: {measured}, simulated: {row}"
         pairs = {
             f"{x}, {which}": one.get(x) for x in METRICS for which, one in (("measured", measured), ("simulated", row))
         }

@@ -142,7 +142,7 @@ def test_a_search_prints_what_it_found(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(["simulate", "--explore"]) == 1
     said = capsys.readouterr().out
     assert (
-        "3 histories from seed 1 on, 1,234 events checked\ntokens merged twice\nsteps that are needed:\n  0: " in said
+        "histories: 3, from seed 1 on, 1,234 events checked\ntokens merged twice\nsteps that are needed:\n  0: " in said
     )
     assert said.endswith(f"replay it: {replay}\n")
 

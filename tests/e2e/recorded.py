@@ -158,7 +158,7 @@ IN_THE_LOG: list[Change] = [
     ("follows version", _drop("CommitRecord")),
     ("the generation is 0", lambda log, _: _first(log, "CommitRecord").update(generation=1)),
     ("reports 1 tokens in each", lambda log, _: _first(log, "Departed")["progress"].update(tokens=1)),
-    ("reports", _claim_pending),
+    ("; the log has {'merged'", _claim_pending),
     ("trained", _train_more),
     ("nothing in the log is the cause", _other_cause_in_the_log),
     ("token x fragment seen", lambda log, _: _first(log, "Lapsed")["heard"].update(seen=10**9)),

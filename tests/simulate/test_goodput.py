@@ -190,7 +190,7 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_learners": 0}, "at least one chip"),
+        ({"num_learners": 0}, "0 learners; there must be at least one"),
         ({"chips": replace(CHIPS, count=10)}, "slices of 64"),
         ({"chips": replace(CHIPS, mtbi_s=0.0)}, "mean time between interruptions is too short"),
         ({"step_s": (1.0, 0.0)}, "step is too short"),

@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         root, options = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no scenario: {error}; write a YAML file such as `learners: [2, 4]`") from error
     if not isinstance(root, yaml.MappingNode):
         found = "is empty" if options is None else f"holds {options!r}"
@@ -57,13 +57,16 @@ def _bad_names(names: Sequence[str], known: Sequence[str]) -> list[str]:
 def _parsed(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     parsed, problems = {}, []
     for name, value in options.items():
+        if value is None:
+            problems.append(f"{name} has no value; give one, or leave it out")
+            continue
         words = [str(each) for each in (value if isinstance(value, list) else [value])]
         try:
             found, too_many = parser.parse_known_args([flag(name), *words])
         except argparse.ArgumentError as error:
             problems.append(f"{name}: {error.message}")
             continue
-        if too_many:
-            problems.append(f"{name}: {value!r}: must be one value")
+        if too_many or any(other is not None for each, other in vars(found).items() if each != name):
+            problems.append(f"{name}: {value!r}: must be one value, and no option")
         parsed[name] = vars(found)[name]
     return parsed, problems

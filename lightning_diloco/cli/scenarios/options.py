@@ -30,7 +30,7 @@ class Option(NamedTuple):
 
 
 def _grace(text: str) -> float | str:
-    return text if text == "adaptive" else 0.0 if re.fullmatch(r"0(\.0*)?s?", text) else seconds(text)
+    return text if text == "adaptive" else 0.0 if re.fullmatch(r"0(\.0*)?\s*[a-z]*", text) else seconds(text)
 
 
 # Options that take several values; each combination is simulated.
@@ -76,7 +76,12 @@ _SINGLE = {
         "RATE",
         "link between the sites of data parallel training, which has several with --extra (infinitely fast)",
     ),
-    "duration": Option(seconds, None, "TIME", "simulated time (60,000 steps of all learners together)"),
+    "duration": Option(
+        seconds,
+        None,
+        "TIME",
+        "simulated time (60,000 steps of all learners together, or 1M of --baseline)",
+    ),
     "steps": Option(count, None, "N", "the same as steps of each learner, the fastest one if they differ"),
     "seed": Option(whole, 1, "N", "seed of all randomness (1)"),
 }
@@ -122,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw a PNG or SVG: over chips, over the option with most values, or over time",
+        help="draw a PNG or SVG: over chips, or over the option with most numbers apart from --learners, or over time",
     )
 
 

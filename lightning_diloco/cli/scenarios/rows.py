@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,11 +81,13 @@ class Row:
         return ", ".join([self.name, *(f"{_dashed(name)} {_short(name, x)}" for name, x in self.varied.items())])
 
     def figures(self) -> dict[str, Any]:
-        """Return the values for `--json`: shares 0..1, times in seconds; and the scenario that repeats this row."""
+        """Return the values for `--json`: shares 0..1, times in seconds; and the scenario that repeats this row.
+
+        The scenario of a baseline also has a row of learners.
+        """
         found = {field.name: getattr(self.found, field.name) for field in dataclasses.fields(self.found)}
         del found["training"]
-        varied = {_dashed(name): value for name, value in self.varied.items()}
-        return {"run": self.name, "learners": self.num_learners, "chips": self.chips, **varied, **found,
+        return {"run": self.name, "learners": self.num_learners, "chips": self.chips, **self.varied, **found,
                 "scenario": as_file(self.options)}  # fmt: skip
 
 
@@ -95,13 +98,17 @@ def rows_of(given: Mapping[str, Any]) -> list[Row]:
         ConfigError: options do not fit together, or a number is out of range.
     """
     check_together(given)
-    return [*_baselines(given), *_fleets(given)]
+    rows = [*_baselines(given), *_fleets(given)]
+    labels = Counter((row.label, row.chips) for row in rows)
+    if equal := sorted({label for (label, _), times in labels.items() if times > 1}):
+        raise ConfigError(f"several rows are called {equal[0]!r}; give values that differ by more than a thousandth")
+    return rows
 
 
 def _baselines(given: Mapping[str, Any]) -> Iterator[Row]:
     values = _values(given)
-    first = {name: choices[0] for name, choices in values.items()}
-    for baseline in given.get("baseline", ()):
+    first = {name: choices[0] for name, choices in values.items()} | {"learners": min(values["learners"])}
+    for baseline in dict.fromkeys(given.get("baseline", ())):
         for chips, mtbi_s in itertools.product(values["chips"], values["mtbi"]):
             # Data parallel training has no rounds, so a quorum of the learners does not limit it.
             options = {**first, "quorum": 1, "chips": chips, "mtbi": mtbi_s, "baseline": baseline}
@@ -117,7 +124,7 @@ def _fleets(given: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {name: given.get(name, [DEFAULTS[name]]) for name in VARIED}
+    return {name: list(dict.fromkeys(given.get(name, [DEFAULTS[name]]))) for name in VARIED}
 
 
 def _row(given: Mapping[str, Any], chosen: Mapping[str, Any], varied: Mapping[str, Any]) -> Row:

@@ -75,6 +75,7 @@ def _rounded(number: float) -> float:
 def _quantity(text: str, units: Mapping[str, float], default: str | None, allowed: str) -> float:
     matched = re.fullmatch(_NUMBER + r"\s*([a-zA-Z]*)", text.strip())
     size = units.get(matched[2].lower() or default or "") if matched else None
-    if matched is None or size is None or float(matched[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}, above 0")
-    return float(matched[1]) * size
+    value = float(matched[1]) * size if matched and size is not None else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}, above 0 and finite")
+    return value

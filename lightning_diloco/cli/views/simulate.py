@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_diloco.cli.scenarios.options import VARIED
 from lightning_diloco.cli.scenarios.rows import AS_TIMES, Row
 from lightning_diloco.cli.text.quantities import as_time
 from lightning_diloco.errors import ConfigError
@@ -32,7 +33,7 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
     return [
         *_failures(fleets),
         *(_rigid(fleets) if "dp" in baselines else ()),
-        "the step that a failure interrupts is lost; no other work is",
+        "a failure of a chip costs the step that it interrupts, and no other work",
         *_exchanges(fleets),
         *(_parallel(fleets) if baselines else ()),
         "take part: contributors per learner that was stepping when the round opened; merged: number of contributions",
@@ -84,7 +85,11 @@ def _exchanges(rows: Sequence[Row]) -> list[str]:
 
 
 def _parallel(rows: Sequence[Row]) -> list[str]:
-    found = ["the communication of data parallel training takes no time" + " on one site" * _has_extra(rows)]
+    found = [
+        "the communication of data parallel training takes no time" + " on one site" * _has_extra(rows),
+        "data parallel training steps like the slowest --step, to which its goodput is relative; it has no spread, no "
+        "jitter, no deaths of processes, no outages and no syncer",
+    ]
     if _has_extra(rows):
         found.append(
             "in data parallel training, the extra learners are further sites, each as large as the first one; each "
@@ -135,8 +140,8 @@ def _extra(rows: Sequence[Row]) -> list[str]:
 def _length(rows: Sequence[Row], *, has_baseline: bool) -> list[str]:
     length = _named([row.scenario.length_s for row in rows], as_time)
     if rows[0].scenario.duration_s is None:
-        length += f", {LEARNER_STEPS:,} steps of all learners together"
-        length += f" (data parallel training: {DATA_PARALLEL_STEPS:,} steps)" * has_baseline
+        length += f", {LEARNER_STEPS:,} steps of all learners together, if all are as fast as the fastest"
+        length += f" (data parallel training: {DATA_PARALLEL_STEPS:,} steps)" * (has_baseline and not _has_extra(rows))
     return [f"simulated: {length}; seed {_all(rows, 'seed')}"]
 
 
@@ -254,16 +259,22 @@ def _swept(rows: Sequence[Row]) -> str | None:
         for name, value in row.varied.items():
             if not isinstance(value, str):
                 values.setdefault(name, set()).add(value)
-    several = {name: len(found) for name, found in values.items() if len(found) > 1}
+    several = {name: len(values[name]) for name in VARIED if len(values.get(name, ())) > 1}
     return max(several, key=several.__getitem__, default=None)
 
 
 def _lines(rows: Sequence[Row], swept: str, measure: str) -> dict[str, list[tuple[float, float]]]:
-    """Return (value of the swept option, measure) by the label of the rest, for the rows that have both."""
+    """Return (value of the swept option, measure) by the label of the rest, for the rows that have both.
+
+    A value that is no number has a horizontal line of its own.
+    """
     lines: dict[str, list[tuple[float, float]]] = {}
+    numbers = [x for row in rows if not isinstance(x := row.varied.get(swept, ""), str)]
     for row in rows:
         x, y = row.varied.get(swept), getattr(row.found, measure)
-        if x is not None and not isinstance(x, str) and y is not None:
+        if isinstance(x, str) and y is not None:
+            lines[row.label] = [(min(numbers), y), (max(numbers), y)]
+        elif x is not None and y is not None:
             rest = {name: value for name, value in row.varied.items() if name != swept}
             lines.setdefault(dataclasses.replace(row, varied=rest).label, []).append((x, y))
     return {label: sorted(points) for label, points in lines.items()}

@@ -21,9 +21,10 @@ NOTHING = Outcome(goodput=0.0, work=0.0, uptime=0.0, pauses=0)
     ("given", "said"),
     [
         ({"learners": [8, 2], "quorum": [4]}, "--quorum 4: must be at most --learners, 2"),
-        ({"learners": [2, 8], "chips": [4]}, "8 learners with 0.5 chips each; .* take at least 8 chips in all"),
+        ({"learners": [2, 8], "chips": [4]}, "0.5 chips for each of 8 learners; .* take at least 8 in all"),
         ({"chips": [1e6, 100], "slice": 64}, "slices of 64 chips, and 12.5 chips of each learner"),
         ({"sync_every": [24, 2], "shards": 4, "syncer_mtbf": 60.0}, "4 shards for 2 fragments; .* choose 1 to 2"),
+        ({"mtbi": [74040.0, 74100.0], "grace": [0.0]}, "several rows are called '8 learners, mtbi 20.6h'"),
         ({"steps": 9}, "9 s are simulated, .* at least 10 of these steps; simulate at least 10 s"),
         ({"extra": 2, "extra_for": 90.0, "duration": 60.0}, "2 extra learners for 90 s of 60 s"),
     ],
@@ -40,6 +41,19 @@ def test_ten_steps_are_enough() -> None:
 def test_a_baseline_has_no_quorum_of_learners() -> None:
     baseline, fleet = rows_of({"learners": [2], "quorum": [2], "baseline": ["dp"]})
     assert (baseline.scenario.config.quorum, fleet.scenario.config.quorum) == (1, 2)
+
+
+def test_a_repeated_value_is_simulated_once() -> None:
+    assert [row.label for row in rows_of({"learners": [2, 2], "baseline": ["dp", "dp"]})] == [
+        "data parallel",
+        "2 learners",
+    ]
+
+
+def test_a_baseline_with_extra_chips_is_as_long_as_the_run_of_the_learners() -> None:
+    given = {"chips": [1000.0], "mtbi": [1e12], "extra": 8, "extra_for": 3600.0, "baseline": ["dp-elastic"]}
+    baseline, fleet = rows_of(given)
+    assert baseline.found.work == pytest.approx(1 + 3600 / fleet.scenario.length_s, abs=0.01)
 
 
 def test_labels_name_times_with_a_unit() -> None:

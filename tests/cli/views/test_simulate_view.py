@@ -33,7 +33,10 @@ def said(**given: Any) -> str:
         ({"link": [1e9, 5e9], "rtt": 0.2}, "link has 1 Gbit/s or 5 Gbit/s, a round trip takes 200ms"),
         ({"standby_link": 1e10}, "a merge includes the copy to a standby, over 10 Gbit/s"),
         ({"seed": 0, "duration": 600.0}, "simulated: 10min; seed 0"),
-        ({"learners": [2, 8]}, "simulated: 125min or 500min, 60,000 steps of all learners together; seed 1"),
+        (
+            {"learners": [2, 8]},
+            "together, if all are as fast as the fastest; seed 1",
+        ),
         ({"baseline": ["dp"]}, "(data parallel training: 1,000,000 steps)"),
         ({"baseline": ["dp"], "restart": 90.0}, "a job that is not elastic restarts 1.5min after a failure"),
         ({"mtbf": 3600.0}, "dies every 1h on average, loses what was not merged, and steps again after 2min"),
