@@ -2,7 +2,7 @@
 
 exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), wide_area (11), forecast (14) and fleets
 (20, 24 GB of memory) need an idle machine with two cores, chaos (40) one with four. quality, loss_by_participation
-(15), broken_learner (20), memory (5) and goodput_table (20) give the same results on any machine, loop (5),
+(15), broken_learner (20), memory (5) and goodput_table (30) give the same results on any machine, loop (5),
 syncer_round (3), at_size (5, 24 GB), shards (4, 24 GB), attacks (2) and ranks_step (14) nearly so. recoveries (6),
 takeovers (8), simulated (13), speeds (30) and soak (53) sleep most of the time. streams (7) and peers (30) need root,
 Linux and an idle machine. Unknown options are passed to all of them. bandwidth is arithmetic. xla_step needs torch_xla,

@@ -452,7 +452,7 @@ NOT_HERE = {
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
     "python -m tests.bench.gpu --out gpu.json": "needs a GPU; tests/bench run it on the CPU with less of all",
-    "python tests/bench/run.py goodput_table": "twenty minutes; its command runs here with shorter cells",
+    "python tests/bench/run.py goodput_table": "half an hour; its command runs here with shorter cells",
     "python tests/bench/run.py simulated": "thirteen minutes; tests/bench run its simulations",
     "python tests/bench/run.py speeds": "half an hour; tests/bench check its verdicts",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
