@@ -15,6 +15,7 @@ from lightning_diloco.plots.style import SETTINGS, color_of, label_ends, quantit
 Points = Sequence[tuple[float, float]]
 
 _SHOWN_S = 3600.0
+_PANEL_HEIGHT, _LABEL_HEIGHT = 2.3, 0.25  # inches: of a panel, and of each label in it
 
 
 def draw_goodput(lines: Mapping[str, Points], path: Path, *, dots: Mapping[str, Points] | None = None) -> None:
@@ -55,9 +56,10 @@ def draw_sweep(
         shown: formats a value of the option.
     """
     with rc_context(SETTINGS):
-        figure = Figure(figsize=(7.5, 2.3 * len(panels)), layout="constrained")
-        column = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         colors = color_of(dict.fromkeys(label for lines in panels.values() for label in lines))
+        height = max(_PANEL_HEIGHT, _LABEL_HEIGHT * len(colors))
+        figure = Figure(figsize=(7.5, height * len(panels)), layout="constrained")
+        column = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         values = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
         for axes, (title, lines) in zip(column, panels.items(), strict=True):
             axes.set(xscale="log" if values[0] > 0 else "linear", ylim=(0, 1.05), title=title)
@@ -66,8 +68,10 @@ def draw_sweep(
             axes.yaxis.set_major_formatter(PercentFormatter(1))
             for label, points in lines.items():
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3.5, color=colors[label])
-            label_ends(axes, [(*points[-1], label, colors[label]) for label, points in lines.items()])
         column[-1].set(xlabel=option)
+        figure.draw_without_rendering()  # labels need the height of the panels
+        for axes, lines in zip(column, panels.values(), strict=True):
+            label_ends(axes, [(*points[-1], label, colors[label]) for label, points in lines.items()])
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

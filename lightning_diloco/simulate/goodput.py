@@ -3,9 +3,9 @@
 1. Learners and syncer are the state machines of real runs (`fleet.py`). Steps, transfers, merges and failures are
    durations. `chips.py` decides when training pauses. The learner's link continues during a pause.
 2. goodput: tokens merged, divided by the tokens that all chips would have trained without failures, at each learner's
-   own speed. At the end, learners drain as in a real run. work: tokens merged, divided by the tokens that the learners
-   of the whole run would have trained without failures. With extra learners it can exceed 1; a run of the same tokens
-   then takes 1 / work of the time.
+   own speed. At the end, each learner drains for at most DRAIN_S; a real one takes as long as it makes progress. work:
+   tokens merged, divided by the tokens that the learners of the whole run would have trained without failures. With
+   extra learners it can exceed 1; a run of the same tokens then takes 1 / work of the time.
 3. uptime: share of the time in which at least one learner trained.
 4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing on
    one site. Extra learners are further sites, each as large as the first one, the last one maybe partly used. Each step
@@ -33,6 +33,7 @@ from lightning_diloco.simulate.settings import Network, Pace
 LEARNER_STEPS, DATA_PARALLEL_STEPS = 60_000, 1_000_000
 _TOKENS = 10_000  # per step
 _TICK_S = 1.0
+DRAIN_S = 60.0
 _LATEST_DRAIN_S = 3600.0
 _LEAST_STEPS = 10
 
@@ -145,7 +146,7 @@ def simulate(scenario: Scenario) -> Outcome:
     ideal, all_pauses, members = 0.0, [], []
     for k in range(m):
         step_s = scenario.step_s[k % len(scenario.step_s)] * (1 + scenario.spread * chance.random())
-        member = _Member(fleet, f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS))
+        member = _Member(fleet, f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS, drain_s=DRAIN_S))
         own = random.Random(f"{scenario.seed} {k}")
         stops = list(pauses(scenario.chips, own, until_s=until_s))
         member.interrupt_at(iter(stops))

@@ -44,12 +44,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _bad_names(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    problems = [
-        f"unknown option {name}{hint(name, [each.replace('_', '-') for each in known])}; known: "
-        f"{', '.join(sorted(known))}"
-        for name in names
-        if name not in known
-    ]
+    shown = sorted(name.replace("_", "-") for name in known)
+    unknown = [f"{name}{hint(name, shown)}" for name in names if name not in known]
+    problems = [f"unknown options: {', '.join(unknown)}; known: {', '.join(shown)}"] if unknown else []
     twice = [name for name, times in Counter(names).items() if times > 1]
     return problems + [f"{name} is given more than once; give all of its values in one list" for name in twice]
 

@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 
-_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
+_SECONDS = {
+    "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400,
+}  # fmt: skip
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NUMBERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _BYTES = {
@@ -62,7 +64,7 @@ def positive(text: str) -> int:
 def as_time(value_s: float) -> str:
     """Format a time with three digits, in a form that `seconds` parses: 1y, 90min, 2.08h, 40ms."""
     sizes = sorted(((size, unit) for unit, size in _SECONDS.items() if unit != "m"), reverse=True)
-    fitting = [(value_s / size, unit) for size, unit in sizes if value_s >= size] or [(value_s / _SECONDS["ms"], "ms")]
+    fitting = [(value_s / size, unit) for size, unit in sizes if value_s >= size] or [(value_s / _SECONDS["us"], "us")]
     even = [(number, unit) for number, unit in fitting if number < 1000 and math.isclose(number, _rounded(number))]
     number, unit = (even or fitting)[0]
     return f"{_rounded(number):.15g}{unit}" if value_s else "0"

@@ -19,7 +19,7 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.planner.plan import rate
 from lightning_diloco.plots.style import quantity
 from lightning_diloco.simulate.chips import RETURN_SHAPES, WARM_UP
-from lightning_diloco.simulate.goodput import DATA_PARALLEL_STEPS, LEARNER_STEPS
+from lightning_diloco.simulate.goodput import DATA_PARALLEL_STEPS, DRAIN_S, LEARNER_STEPS
 
 _MEASURES = {"Goodput, simulated": "goodput", "Learners that take part in a round": "participation"}
 _UNITS = {"sync_every": " [steps]", "overlap": " [steps]", "link": " [bit/s]"}
@@ -142,7 +142,7 @@ def _length(rows: Sequence[Row], *, has_baseline: bool) -> list[str]:
     if rows[0].scenario.duration_s is None:
         length += f", {LEARNER_STEPS:,} steps of all learners together, if all are as fast as the fastest"
         length += f" (data parallel training: {DATA_PARALLEL_STEPS:,} steps)" * (has_baseline and not _has_extra(rows))
-    return [f"simulated: {length}; seed {_all(rows, 'seed')}"]
+    return [f"simulated: {length}, and a drain of at most {as_time(DRAIN_S)}; seed {_all(rows, 'seed')}"]
 
 
 def _has_extra(rows: Sequence[Row]) -> bool:

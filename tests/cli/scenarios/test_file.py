@@ -28,8 +28,8 @@ def test_names_have_dashes_or_underscores(tmp_path: Path, text: str, found: dict
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("learner: 2\n", r"unknown option learner \(did you mean learners\?\); known: baseline, .*sync_every"),
-        ("explore: true\n", "unknown option explore"),
+        ("learner: 2\n", r"unknown options: learner \(did you mean learners\?\); known: baseline, .*sync-every"),
+        ("explore: true\n", "unknown options: explore"),
         ("- 2\n", r"holds \[2\]; a scenario maps options to values"),
         ("", "is empty; a scenario maps options to values, such as `learners"),
         ("a: [\n", "is no scenario"),

@@ -35,7 +35,7 @@ def said(**given: Any) -> str:
         ({"seed": 0, "duration": 600.0}, "simulated: 10min; seed 0"),
         (
             {"learners": [2, 8]},
-            "together, if all are as fast as the fastest; seed 1",
+            "together, if all are as fast as the fastest, and a drain of at most 1min; seed 1",
         ),
         ({"baseline": ["dp"]}, "(data parallel training: 1,000,000 steps)"),
         ({"baseline": ["dp"], "restart": 90.0}, "a job that is not elastic restarts 1.5min after a failure"),
