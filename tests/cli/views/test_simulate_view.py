@@ -32,7 +32,7 @@ def said(**given: Any) -> str:
         ({"grace": ["adaptive", 0.0, 2.0]}, "tau = 2, grace 0 or 2s or adaptive"),
         ({"link": [1e9, 5e9], "rtt": 0.2}, "link has 1 Gbit/s or 5 Gbit/s, a round trip takes 200ms"),
         ({"standby_link": 1e10}, "a merge includes the copy to a standby, over 10 Gbit/s"),
-        ({"seed": 0, "duration": 600.0}, "simulated: 10min; seed 0"),
+        ({"seed": 0, "duration": 600.0}, "simulated: 10min, and a drain of at most 1min; seed 0"),
         (
             {"learners": [2, 8]},
             "together, if all are as fast as the fastest, and a drain of at most 1min; seed 1",
