@@ -7,7 +7,7 @@
    starts one long step (95th percentile) of the opener after the opening: on shared devices steps vary, and a median
    step would be too short for many learners.
 3. A payload that misses its round is held for the next one (`contributions.py`). If a learner is superseded twice in a
-   row, one round waits for it, up to a limit.
+   row, one round waits for it, up to a limit. A round in which it has nothing to contribute does not count.
 4. Learners that finish together evaluate before they drain. A draining learner's intent waits while others evaluate,
    and its round waits for all of the electorate, both up to the learner's patience. So the last contributions are
    merged in one round instead of one after the other. The patience ends MAX_PATIENCE_S after the start of the drain,
@@ -126,6 +126,7 @@ class Rounds:
         if r is None or r.number != number or r.stage != "collecting":
             return []
         r.electorate.discard(member.session)
+        r.owed -= {member.session}
         return self._try_close(p, now_s)
 
     def payload(self, member: Member, ready: msg.Ready, error: str | None, now_s: float) -> list[SyncerAction]:

@@ -116,6 +116,22 @@ def test_a_round_waits_once_for_a_learner_that_was_superseded_twice() -> None:
     assert members(syncer.tick(1.1)) == ["a"]
 
 
+def test_a_round_that_a_superseded_learner_declines_does_not_count_as_waiting_for_it() -> None:
+    syncer = Syncer("a", "b", grace=0.0)
+    syncer.state.roster["b"].num_superseded[0] = 2
+    syncer.intent("a")
+    syncer.tell("b", msg.Decline(0, 1))
+    assert members(syncer.contribute("a", ready())) == ["a"]
+    syncer.commit()
+
+    syncer.intent("a")
+    syncer.contribute("a", ready(seq=2, start=100, stop=120, base=1))
+    for _ in range(9):
+        assert of_kind(syncer.tick(1.0), do.Merge) == []
+        syncer.beat("b", step=int(syncer.now_s))
+    assert members(syncer.tick(1.1)) == ["a"]
+
+
 def test_a_round_waits_for_the_payload_of_a_learner_that_was_superseded_twice() -> None:
     syncer = Syncer("a", "b", grace=0.0)
     syncer.state.roster["b"].num_superseded[0] = 2
