@@ -48,10 +48,10 @@ VARIED = {
 }
 # Options of the chips that take a time; the defaults are those of `Chips`.
 TIMES = {
-    "rescale": "time that an elastic learner needs to go on with other slices",
-    "hold": "longest time that a recovered slice waits before its learner uses it",
-    "return": "median time until a failed slice is back",
-    "restart": "time from a failure to the next step of training that is not elastic",
+    "rescale": "time that an elastic learner needs to go on with other slices (16s)",
+    "hold": "longest time that a recovered slice waits before its learner uses it (45s)",
+    "return": "median time until a failed slice is back (20min)",
+    "restart": "time from a failure to the next step of training that is not elastic (76s)",
 }
 _SINGLE = {
     "spread": Option(share, 0.0, "SHARE", "maximum by which a learner's steps are longer, such as 20%% (0)"),

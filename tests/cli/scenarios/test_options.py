@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.cli.scenarios.options import DEFAULTS, EITHER, NEEDS, check_together, merged
+from lightning_diloco.cli.scenarios.options import DEFAULTS, EITHER, NEEDS, TIMES, check_together, merged
+from lightning_diloco.cli.text.quantities import as_time
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.simulate.chips import Chips
 
 
 @pytest.mark.parametrize("name", NEEDS)
@@ -51,3 +53,8 @@ def test_the_command_line_takes_precedence_over_a_file(
     of_file: dict[str, Any], given: dict[str, Any], found: dict[str, Any]
 ) -> None:
     assert merged(of_file, given) == found
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_the_help_says_the_default_of_chips(name: str) -> None:
+    assert TIMES[name].endswith(f" ({as_time(getattr(Chips(count=1), f'{name}_s'))})")
