@@ -105,7 +105,8 @@ class SimulatedSyncer:
         self._away_until_s: dict[int, float] = {}  # by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._todo: deque[do.SyncerAction] = deque()
-        self._suspended_until_s = 0.0
+        self._waiting: deque[on.SyncerEvent] = deque()  # events that came while it was suspended
+        self._suspended_at_s = self._suspended_until_s = 0.0
         self._is_blocked = False  # whether the next action waits for the standby
         self._is_restoring = False  # whether a restarted syncer waits for it
         self._num_decided = 0  # records up to the last one that is not a commit
@@ -120,8 +121,7 @@ class SimulatedSyncer:
         """Handle an event, now or when the process is no longer suspended."""
         now_s = self._timeline.now_s
         if now_s < self._suspended_until_s:
-            wait_s = self._suspended_until_s - now_s
-            self._timeline.after(wait_s, partial(self._handle_own, event, self.boot))
+            self._waiting.append(event)
             return
         self._inbox.append((now_s, event))
         self._take_events()
@@ -132,9 +132,20 @@ class SimulatedSyncer:
             self.handle(on.Tick())
 
     def suspend(self, for_s: float) -> None:
-        """Suspend the process: its events wait, and it notices the gap afterwards."""
-        self._suspended_until_s = self._timeline.now_s + for_s
-        self._timeline.after(for_s, partial(self._handle_own, on.StoodStill(for_s), self.boot))
+        """Suspend the process, or longer: its events wait in order, and it notices the gap afterwards."""
+        now_s = self._timeline.now_s
+        if now_s >= self._suspended_until_s:
+            self._suspended_at_s = now_s
+        self._suspended_until_s = max(self._suspended_until_s, now_s + for_s)
+        self._timeline.after(for_s, partial(self._resume, self.boot))
+
+    def _resume(self, boot: int) -> None:
+        if boot != self.boot or self._timeline.now_s < self._suspended_until_s:
+            return
+        waiting, self._waiting = self._waiting, deque()
+        self.handle(on.StoodStill(self._timeline.now_s - self._suspended_at_s))
+        for event in waiting:
+            self._handle_own(event, boot)
 
     def restart(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the process and restart it from its disk, which may have lost the newest `lose` records."""
@@ -145,7 +156,7 @@ class SimulatedSyncer:
         self.boot += 1
         self._suspended_until_s, self._is_blocked = 0.0, False
         self._num_decided = len(self.disk.log)
-        for held in (self.payloads, self._todo, self._inbox):
+        for held in (self.payloads, self._todo, self._inbox, self._waiting):
             held.clear()
         if self.standby is not None:
             self.standby.forget()

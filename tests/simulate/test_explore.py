@@ -170,6 +170,19 @@ def test_only_the_fragments_of_a_shard_that_is_away_wait() -> None:
     fleet.invariants.audit()
 
 
+def test_events_of_a_process_that_is_suspended_twice_stay_in_order() -> None:
+    fleet, _ = fleet_of_two()
+    fleet.run_for(10.0)
+    for fragment, for_s in enumerate((2.0, 3.0)):
+        fleet.syncer.suspend(for_s)
+        fleet.syncer.handle(on.PayloadsLost((fragment,)))
+        fleet.run_for(1.0)
+    fleet.run_for(3.0)
+    events = [event for _, whose, event in fleet.history if whose == "syncer"]
+    assert [event.fragments for event in events if isinstance(event, on.PayloadsLost)] == [(0,), (1,)]
+    assert [event.for_s for event in events if isinstance(event, on.StoodStill)] == [4.0]
+
+
 def last_commit(fleet: Fleet) -> Entry:
     return next(entry for entry in reversed(fleet.syncer.disk.log) if isinstance(entry.record, CommitRecord))
 
