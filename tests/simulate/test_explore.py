@@ -177,7 +177,7 @@ def test_events_of_a_process_that_is_suspended_twice_stay_in_order() -> None:
         fleet.syncer.suspend(for_s)
         fleet.syncer.handle(on.PayloadsLost((fragment,)))
         fleet.run_for(1.0)
-    fleet.run_for(3.0)
+    fleet.run_for(2.0)
     events = [event for _, whose, event in fleet.history if whose == "syncer"]
     assert [event.fragments for event in events if isinstance(event, on.PayloadsLost)] == [(0,), (1,)]
     assert [event.for_s for event in events if isinstance(event, on.StoodStill)] == [4.0]
