@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_diloco.cli.scenarios.options import add_options, check_together, flags, merged
+from lightning_diloco.cli.scenarios.options import DEFAULTS, add_options, check_together, flags, merged
 from lightning_diloco.cli.text.quantities import positive, seconds
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
@@ -29,6 +29,7 @@ _EXAMPLE = """examples:
   diloco simulate --learners 8 --step 1s 1.18s --quorum 1 8 --mtbi 1000y
   diloco simulate --explore --for 2min"""
 _SEARCH = {"explore", "for", "seeds", "keep", "seed"}  # options of the search
+_OPTIONS = DEFAULTS.keys() | _SEARCH | {"plot"}
 
 
 def add_parser(verbs: Any) -> None:
@@ -44,7 +45,7 @@ def add_parser(verbs: Any) -> None:
     add("--for", type=seconds, metavar="TIME", help="how long to search (until it fails)")
     add("--seeds", type=positive, metavar="N", help="how many histories to play (no limit)")
     add("--keep", type=_numbers, metavar="0,3,7", help="play only these steps of the history of --seed")
-    parser.set_defaults(call=call, parser=parser)
+    parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
@@ -61,7 +62,9 @@ def call(arguments: argparse.Namespace) -> int:
     try:
         rows = rows_of(given)
     except ConfigError as error:
-        raise (ConfigError([f"{arguments.scenario}: {error}"]) if arguments.scenario else error) from None
+        if arguments.scenario is None:
+            raise
+        raise ConfigError([f"{arguments.scenario}: {problem}" for problem in error.problems]) from None
     draw = view.painter(given["plot"]) if "plot" in given else lambda rows: None
     draw(rows)
     if arguments.json:
@@ -73,8 +76,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the command line by name, without --json."""
-    ours = {action.dest for action in arguments.parser._actions if action.option_strings} - {"help", "json"}
-    values = {name: value for name, value in vars(arguments).items() if name in ours}
+    values = {name: value for name, value in vars(arguments).items() if name in _OPTIONS}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 

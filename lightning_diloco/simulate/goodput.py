@@ -146,7 +146,7 @@ def simulate(scenario: Scenario) -> Outcome:
     ideal, all_pauses, members = 0.0, [], []
     for k in range(m):
         step_s = scenario.step_s[k % len(scenario.step_s)] * (1 + scenario.spread * chance.random())
-        member = _Member(fleet, f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS, drain_s=DRAIN_S))
+        member = _Member(fleet, f"l{k}", _pace(scenario, step_s))
         own = random.Random(f"{scenario.seed} {k}")
         stops = list(pauses(scenario.chips, own, until_s=until_s))
         member.interrupt_at(iter(stops))
@@ -268,11 +268,14 @@ def _problems(scenario: Scenario) -> Iterator[str]:
         yield f"jitter={scenario.jitter:g}, spread={scenario.spread:g}; jitter is a share below 1, spread is at least 0"
 
 
+def _pace(scenario: Scenario, step_s: float, *, starts_s: float = 0.0) -> Pace:
+    return Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS, drain_s=DRAIN_S, starts_s=starts_s)
+
+
 def _visit(fleet: Fleet, scenario: Scenario, k: int) -> float:
     """Schedule an extra learner's stay; returns the tokens that it would train without failures."""
     step_s, begins_s = scenario.step_s[k % len(scenario.step_s)], (scenario.length_s - scenario.extra_s) / 2
-    pace = Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS, starts_s=begins_s)
-    member = _Member(fleet, f"extra{k}", pace)
+    member = _Member(fleet, f"extra{k}", _pace(scenario, step_s, starts_s=begins_s))
     stops = pauses(scenario.chips, random.Random(f"{scenario.seed} extra {k}"), until_s=begins_s + scenario.extra_s)
     member.interrupt_at(stops)
     fleet.at(begins_s + scenario.extra_s, member.end)

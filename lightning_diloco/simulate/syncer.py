@@ -105,7 +105,7 @@ class SimulatedSyncer:
         self._away_until_s: dict[int, float] = {}  # by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._todo: deque[do.SyncerAction] = deque()
-        self._waiting: deque[on.SyncerEvent] = deque()  # events that came while it was suspended
+        self._waiting: deque[Callable[[], object]] = deque()  # what came while it was suspended
         self._suspended_at_s = self._suspended_until_s = 0.0
         self._is_blocked = False  # whether the next action waits for the standby
         self._is_restoring = False  # whether a restarted syncer waits for it
@@ -119,11 +119,10 @@ class SimulatedSyncer:
 
     def handle(self, event: on.SyncerEvent) -> None:
         """Handle an event, now or when the process is no longer suspended."""
-        now_s = self._timeline.now_s
-        if now_s < self._suspended_until_s:
-            self._waiting.append(event)
+        if self._is_suspended:
+            self._waiting.append(partial(self.handle, event))
             return
-        self._inbox.append((now_s, event))
+        self._inbox.append((self._timeline.now_s, event))
         self._take_events()
 
     def tick(self) -> None:
@@ -134,18 +133,21 @@ class SimulatedSyncer:
     def suspend(self, for_s: float) -> None:
         """Suspend the process, or longer: its events wait in order, and it notices the gap afterwards."""
         now_s = self._timeline.now_s
-        if now_s >= self._suspended_until_s:
+        if not self._is_suspended:
             self._suspended_at_s = now_s
         self._suspended_until_s = max(self._suspended_until_s, now_s + for_s)
         self._timeline.after(for_s, partial(self._resume, self.boot))
 
     def _resume(self, boot: int) -> None:
-        if boot != self.boot or self._timeline.now_s < self._suspended_until_s:
+        if boot != self.boot or self._is_suspended:
             return
-        waiting, self._waiting = self._waiting, deque()
-        self.handle(on.StoodStill(self._timeline.now_s - self._suspended_at_s))
-        for event in waiting:
-            self._handle_own(event, boot)
+        self._waiting.appendleft(partial(self.handle, on.StoodStill(self._timeline.now_s - self._suspended_at_s)))
+        while self._waiting:  # a restart empties it
+            self._waiting.popleft()()
+
+    @property
+    def _is_suspended(self) -> bool:
+        return self._timeline.now_s < self._suspended_until_s
 
     def restart(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the process and restart it from its disk, which may have lost the newest `lose` records."""
@@ -322,9 +324,8 @@ class SimulatedSyncer:
     def _commit(self, action: do.Apply, boot: int) -> None:
         if boot != self.boot:
             return
-        if self._timeline.now_s < self._suspended_until_s:
-            wait_s = self._suspended_until_s - self._timeline.now_s
-            self._timeline.after(wait_s, partial(self._commit, action, boot))
+        if self._is_suspended:
+            self._waiting.append(partial(self._commit, action, boot))
             return
         p = action.fragment
         if self.disk_is_full:

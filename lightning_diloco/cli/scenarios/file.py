@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli.scenarios.options import add_options, flag
+from lightning_diloco.cli.scenarios.options import add_options, dashed, flag
 from lightning_diloco.cli.text.spelling import hint
 from lightning_diloco.errors import ConfigError
 
@@ -44,7 +44,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _bad_names(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    shown = sorted(name.replace("_", "-") for name in known)
+    shown = sorted(map(dashed, known))
     unknown = [f"{name}{hint(name, shown)}" for name in names if name not in known]
     problems = [f"unknown options: {', '.join(unknown)}; known: {', '.join(shown)}"] if unknown else []
     twice = [name for name, times in Counter(names).items() if times > 1]

@@ -131,9 +131,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def dashed(name: str) -> str:
+    """Return the name of an option as it is shown."""
+    return name.replace("_", "-")
+
+
 def flag(name: str) -> str:
     """Return the option as on a command line."""
-    return "--" + name.replace("_", "-")
+    return "--" + dashed(name)
 
 
 def flags(names: Iterable[str]) -> str:

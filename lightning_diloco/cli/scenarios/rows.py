@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_diloco.cli.planned import durations
-from lightning_diloco.cli.scenarios.options import BASELINES, DEFAULTS, TIMES, VARIED, as_file, check_together
+from lightning_diloco.cli.scenarios.options import BASELINES, DEFAULTS, TIMES, VARIED, as_file, check_together, dashed
 from lightning_diloco.cli.text.quantities import as_time
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.quantize import wire_nbytes
@@ -78,7 +78,7 @@ class Row:
     @property
     def label(self) -> str:
         """Return the name with the options that vary."""
-        return ", ".join([self.name, *(f"{_dashed(name)} {_short(name, x)}" for name, x in self.varied.items())])
+        return ", ".join([self.name, *(f"{dashed(name)} {_short(name, x)}" for name, x in self.varied.items())])
 
     def figures(self) -> dict[str, Any]:
         """Return the values for `--json`: shares 0..1, times in seconds; and the scenario that repeats this row.
@@ -194,10 +194,6 @@ def _exchange(options: Mapping[str, Any], config: RunConfig) -> Exchange:
         standby_link_bps=options["standby_link"],
     )
     return Exchange.of(FragmentSizes(numel, numel * p, nbytes, nbytes * p, p), config, fleet)
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _short(name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_diloco.cli.scenarios.options import VARIED
+from lightning_diloco.cli.scenarios.options import VARIED, dashed
 from lightning_diloco.cli.scenarios.rows import AS_TIMES, Row
 from lightning_diloco.cli.text.quantities import as_time
 from lightning_diloco.errors import ConfigError
@@ -241,7 +241,7 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
             )
         elif (swept := _swept(rows)) is not None:
             panels = {title: _lines(rows, swept, measure) for title, measure in _MEASURES.items()}
-            option = swept.replace("_", "-") + _UNITS.get(swept, "")
+            option = dashed(swept) + _UNITS.get(swept, "")
             forecast.draw_sweep(panels, path, option=option, shown=as_time if swept in AS_TIMES else quantity)
         else:
             lanes = {
