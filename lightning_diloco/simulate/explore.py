@@ -40,7 +40,7 @@ MAX_LEARNERS = 6
 MERGED_OF = 3
 RECONNECT_S, MERGED_S, DRAIN_S, LEAVE_S = 8.0, 60.0, 100.0, 120.0
 FASTEST_S, SLOWEST_S = 0.2, 2.0  # steps
-MERGED_PERIODS = 5  # periods of H steps of the slowest learner
+MERGED_PERIODS = 5  # periods of H steps of the slowest learner and the uploads of all fragments
 _WEIGHTS = {
     "join": 2, "replace": 2, "kill": 1, "cut": 2, "deafen": 1, "heal": 3, "finish": 1, "spoil a payload": 1,
     "restart the syncer": 1, "kill the syncer": 3, "suspend the syncer": 1, "evaluate": 1, "hang": 1,
@@ -146,9 +146,9 @@ class History:
             lease_s=5.0,
             max_staleness_versions=chance.choice((1, 4)),
         )
-        self._merged_s = max(MERGED_S, MERGED_PERIODS * SLOWEST_S * config.sync_every)
         loss = chance.choice((0.0, 0.2))
         upload_s, jitter = chance.choice((0.1, 3.0)), chance.choice((0.0, 3.0))
+        self._merged_s = max(MERGED_S, MERGED_PERIODS * (SLOWEST_S * config.sync_every + upload_s * num_fragments))
         network = Network(latency_s=0.05, upload_s=upload_s, download_s=0.3, loss=loss, repeats=loss, jitter=jitter)
         self._fleet = Fleet(config, network=network, seed=seed, guard=chance.choice((0.0, 0.3)))
         self._data = chance.choice(DATA)
